@@ -1,0 +1,140 @@
+"""The process that ends a job whose launcher was killed, and the function that ends a job's leftovers.
+
+Runs as a script with nothing but the standard library, so that it starts fast and stays small. It
+sleeps in a read until the launcher says goodbye or vanishes. A process belongs to the job if its
+environment carries the job's mark or its process group was named by the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+
+__all__ = ["MARK", "Guardian", "sweep"]
+
+MARK = "HVDP_JOB"
+"""The variable that marks every process of a job."""
+
+_GOODBYE = b"goodbye\n"
+
+
+class Guardian:
+    """The launcher's side. Start it before any rank."""
+
+    def __init__(self, job: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, job],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def add(self, group: int) -> None:
+        """Name a process group that ends with the job."""
+        self._tell(b"%d\n" % group)
+
+    def dismiss(self) -> None:
+        """The job has ended in order."""
+        self._tell(_GOODBYE)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, message: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(message)
+
+
+def sweep(job: str | None, groups: Collection[int], patience: float) -> None:
+    """End what is left of a job: SIGTERM, `patience` seconds, SIGKILL, until nothing is found.
+
+    Args:
+        job: also end processes outside the groups that carry this job's mark.
+        groups: process groups; none of them may be the caller's.
+        patience: seconds between the two signals.
+    """
+    number = signal.SIGTERM if patience > 0 else signal.SIGKILL
+    deadline = time.monotonic() + patience
+    # A process may fork between our look and our signal, so look again; but never for ever.
+    for _ in range(20):
+        handles = _open(_members(job, groups))
+        if not handles:
+            return
+        for handle in handles:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(handle, number)
+        _wait(handles, deadline if number == signal.SIGTERM else time.monotonic() + 1.0)
+        number = signal.SIGKILL
+
+
+def _members(job: str | None, groups: Collection[int]) -> list[int]:
+    mark = None if job is None else f"{MARK}={job}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{name}/stat", "rb") as file:
+                # The command name, in parentheses, may itself hold spaces and parentheses.
+                state, _, group = file.read().rpartition(b")")[2].split()[:3]
+            if state in (b"Z", b"X"):
+                continue
+            if int(group) in groups:
+                found.append(int(name))
+            elif mark is not None:
+                with open(f"/proc/{name}/environ", "rb") as file:
+                    if mark in file.read().split(b"\0"):
+                        found.append(int(name))
+    return found
+
+
+def _open(pids: list[int]) -> list[int]:
+    handles = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            handles.append(os.pidfd_open(pid))
+    return handles
+
+
+def _wait(handles: list[int], deadline: float) -> None:
+    """Until all have ended or time is up; closes the handles."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    left = len(handles)
+    while left and (seconds := deadline - time.monotonic()) > 0:
+        for handle, _ in poll.poll(seconds * 1000):
+            poll.unregister(handle)
+            left -= 1
+    for handle in handles:
+        os.close(handle)
+
+
+def main() -> None:
+    """Watch over one job; the launcher's words come on standard input."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin.buffer:
+        if line == _GOODBYE:
+            return
+        groups.add(int(line))
+    sweep(sys.argv[1], groups, patience=1.5)
+
+
+if __name__ == "__main__":
+    main()
