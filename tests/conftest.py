@@ -1,0 +1,88 @@
+"""Every test must leave the machine as it found it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+# Inherited by every process a test starts, so that other work on the machine is not mistaken for ours.
+_MARK = "HVDP_TEST_SESSION"
+os.environ[_MARK] = uuid.uuid4().hex
+
+_FOLDERS = {Path("/dev/shm"): "*", Path("/tmp"): "hvdp*"}
+_TO_FADE = 2.0  # seconds; what a killed process held goes with its last thread
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    processes, files, sockets = _processes(), _files(), _sockets()
+    yield
+    left = [p for pid, p in _processes().items() if pid not in processes]
+    _, alive = psutil.wait_procs(left, timeout=_TO_FADE)
+    told = [_describe(p) for p in alive]
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    new_files = [f for f in _files() - files if not _is_anothers(f)]
+    new_sockets = sorted(_sockets() - sockets)
+    assert not told, f"processes left behind: {told}"
+    assert not new_files, f"files left behind: {new_files}"
+    assert not new_sockets, f"sockets left behind: {new_sockets}"
+
+
+def _processes() -> dict[int, psutil.Process]:
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if (
+                process.pid != os.getpid()
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get(_MARK) == os.environ[_MARK]
+            ):
+                found[process.pid] = process
+    return found
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def _files() -> set[Path]:
+    return {file for folder, pattern in _FOLDERS.items() for file in folder.glob(pattern)}
+
+
+def _is_anothers(file: Path) -> bool:
+    """Whether the file has gone by now, or belongs to a process that no test has started."""
+    if not file.exists():
+        return True
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(_MARK) == os.environ[_MARK]:
+                continue
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            if str(file) in maps or any(str(file) == opened.path for opened in process.open_files()):
+                return True
+    return False
+
+
+def _sockets() -> set[str]:
+    """Abstract sockets of hvdp that this very process holds open."""
+    own = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(fd))
+    found = set()
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        words = line.split()
+        if len(words) > 7 and words[7].startswith("@hvdp-") and f"socket:[{words[6]}]" in own:
+            found.add(words[7])
+    return found
