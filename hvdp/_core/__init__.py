@@ -1,0 +1,1 @@
+"""The engine: no framework, no MPI, no launcher."""

@@ -1,0 +1,39 @@
+"""Do all ranks hold the same parameters? Found out before anything is exchanged by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdp._core import submit
+from hvdp._core.buckets import ParameterSpec, fingerprint, first_difference
+from hvdp._core.objects import allgather_object
+from hvdp.errors import InvalidArgumentError, MismatchError
+
+__all__ = ["check_same_parameters"]
+
+_FAULT = b"\0" * 32
+
+
+def check_same_parameters(what: str, specs: Sequence[ParameterSpec], fault: str = "") -> None:
+    """Compare the parameters of all ranks by a fingerprint; collective.
+
+    Args:
+        what: the caller, for messages.
+        fault: why this rank's arguments are wrong; told to every rank.
+
+    Raises:
+        MismatchError: on every rank, naming the first parameter that differs.
+        InvalidArgumentError: on every rank, if any has a fault.
+    """
+    mark = _FAULT if fault else fingerprint(specs)
+    marks = submit.allgather(np.frombuffer(mark, np.uint8)[None], None).wait()
+    if (marks == marks[0]).all() and not fault:
+        return
+    everything = allgather_object((fault, list(specs)))
+    faults = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everything) if text]
+    if faults:
+        raise InvalidArgumentError(f"{what}: {'; '.join(faults)}")
+    difference = first_difference([theirs for _, theirs in everything])
+    raise MismatchError(f"{what}: the ranks hold different parameters: {difference}.")

@@ -1,0 +1,63 @@
+"""The caller's hold on an operation in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hvdp.errors import HvdpError
+
+__all__ = ["Handle"]
+
+
+class Handle:
+    """Completes once, with a result or an error. Any thread may wait, any number of times."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._latch = threading.Lock()
+        self._latch.acquire()
+        self._done = False
+        self._result: Any = None
+        self._error: HvdpError | None = None
+        self._finish: Callable[[Any], Any] | None = None
+
+    def then(self, finish: Callable[[Any], Any]) -> Handle:
+        """Let the first `wait` pass the result through `finish`, in the waiting thread."""
+        self._finish = finish
+        return self
+
+    def poll(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._done
+
+    def wait(self) -> Any:
+        """Block until completion and return the result.
+
+        Raises:
+            HvdpError: the operation failed; the same error on every member.
+        """
+        # A lock used as a latch: a quarter of threading.Event's wake-up time, and Ctrl-C gets through.
+        self._latch.acquire()
+        try:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                self._result = finish(self._result)
+        finally:
+            self._latch.release()
+        return self._result
+
+    def complete(self, result: Any) -> None:
+        """Called by the engine, once."""
+        self._result = result
+        self._done = True
+        self._latch.release()
+
+    def fail(self, error: HvdpError) -> None:
+        """Called by the engine, once."""
+        self._error = error
+        self._done = True
+        self._latch.release()

@@ -1,0 +1,146 @@
+"""Element-wise reduction of several ranks' values, in pieces that stay in cache.
+
+Numerics, the same on every transport that uses these kernels:
+
+- 16-bit floats are widened to float32, reduced and rounded once.
+- An average of floats never overflows where the average itself is representable: if the
+  plain sum overflows (the processor's own flag says so) the terms are divided first.
+- Integers are averaged with floor division of the exact 64-bit sum; scaled integers are
+  computed in float64 and rounded down.
+- For bool, Sum and Max are a logical or, Product and Min a logical and; Average is refused
+  before it comes here.
+- Terms are taken in rank order, so results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from hvdp._core.arrays import Array
+from hvdp._core.ops import Average, Max, Min, Product, Reduction, Sum
+
+__all__ = ["PIECE_BYTES", "pieces", "reduce_into"]
+
+PIECE_BYTES = 1 << 17
+"""Bytes of one operand in one kernel call: a few of them fit a core's L2 cache."""
+
+_NARROW = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+_FOLD: dict[Any, Callable[..., Any]] = {
+    Average: np.add,
+    Sum: np.add,
+    Min: np.minimum,
+    Max: np.maximum,
+    Product: np.multiply,
+}
+_FOLD_BOOL: dict[Any, Callable[..., Any]] = {
+    Sum: np.logical_or,
+    Max: np.logical_or,
+    Min: np.logical_and,
+    Product: np.logical_and,
+}
+
+
+def pieces(start: int, stop: int, itemsize: int) -> list[tuple[int, int]]:
+    """Cut the element range [start, stop) into ranges of at most PIECE_BYTES."""
+    step = max(1, PIECE_BYTES // itemsize)
+    return [(lo, min(lo + step, stop)) for lo in range(start, stop, step)]
+
+
+def reduce_into(out: Array, sources: Sequence[Array], reduction: Reduction) -> None:
+    """Write the reduction of equally long 1-D `sources` into `out`.
+
+    Args:
+        out: same dtype and length; may be one of the sources, not overlap one otherwise.
+        sources: one array a rank, in rank order; not changed unless it is `out`.
+    """
+    kind = out.dtype.kind
+    if kind == "b":
+        fold = _FOLD_BOOL[reduction.op]
+        out[...] = _folded(fold, sources)
+    elif out.dtype in _NARROW:
+        out[...] = _floats([s.astype(np.float32) for s in sources], reduction)
+    elif kind in "iu":
+        out[...] = _integers(sources, reduction)
+    elif len(sources) == 2 and reduction.op is not Average and _unscaled(reduction):
+        _FOLD[reduction.op](sources[0], sources[1], out=out)
+    else:
+        _floats(sources, reduction, out)
+
+
+class _Scratch(threading.local):
+    """One piece of memory a thread, kept: fresh memory would be paged in at every call."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(2 * PIECE_BYTES, np.uint8)
+
+    def like(self, array: Array) -> Array:
+        if array.nbytes > self._memory.nbytes:
+            return np.empty_like(array)
+        return self._memory[: array.nbytes].view(array.dtype)
+
+
+_scratch = _Scratch()
+
+
+def _unscaled(reduction: Reduction) -> bool:
+    return reduction.prescale == 1.0 and reduction.postscale == 1.0
+
+
+def _folded(fold: Callable[..., Any], sources: Sequence[Array]) -> Array:
+    """In scratch memory, valid until the next call on this thread."""
+    result = _scratch.like(sources[0])
+    if len(sources) == 1:
+        result[...] = sources[0]
+        return result
+    fold(sources[0], sources[1], out=result)
+    for source in sources[2:]:
+        fold(result, source, out=result)
+    return result
+
+
+def _floats(sources: Sequence[Array], reduction: Reduction, out: Array | None = None) -> Array:
+    fold = _FOLD[reduction.op]
+    if reduction.prescale != 1.0:
+        sources = [_times(s, reduction.prescale) for s in sources]
+    divisor = reduction.divisor if reduction.op is Average else 1
+    if divisor == 1:
+        result = _folded(fold, sources)
+    else:
+        try:
+            with np.errstate(over="raise"):
+                result = _folded(fold, sources)
+        except FloatingPointError:
+            result = _folded(fold, [_times(s, 1.0 / divisor) for s in sources])
+            divisor = 1
+    target = result if out is None else out
+    if reduction.postscale != 1.0:
+        return _times(result, reduction.postscale / divisor, target)
+    if divisor & (divisor - 1):
+        np.divide(result, result.dtype.type(divisor), out=target)
+        return target
+    if divisor > 1 or target is not result:
+        return _times(result, 1.0 / divisor, target)
+    return target
+
+
+def _times(array: Array, factor: float, out: Array | None = None) -> Array:
+    product: Array = np.multiply(array, array.dtype.type(factor), out=out)
+    return product
+
+
+def _integers(sources: Sequence[Array], reduction: Reduction) -> Array:
+    fold = _FOLD[reduction.op]
+    divisor = reduction.divisor if reduction.op is Average else 1
+    if not _unscaled(reduction):
+        scaled = [s.astype(np.float64) * reduction.prescale for s in sources]
+        return np.floor(_folded(fold, scaled) * (reduction.postscale / divisor))
+    if divisor == 1:
+        return _folded(fold, sources)
+    wide = np.uint64 if sources[0].dtype.kind == "u" else np.int64
+    total = _folded(fold, [s.astype(wide) for s in sources])
+    return np.floor_divide(total, wide(divisor))

@@ -1,0 +1,103 @@
+"""What the ranks agree on: reduce operations and the signature of one collective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum, IntEnum
+from typing import Any
+
+from hvdp.errors import InvalidArgumentError
+
+__all__ = ["Adasum", "Average", "Kind", "Max", "Min", "Product", "ReduceOp", "Reduction", "Signature", "Sum"]
+
+
+class ReduceOp(IntEnum):
+    """How values of several ranks become one; the numbers are Horovod's."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+    @classmethod
+    def check(cls, op: Any) -> ReduceOp:
+        """Return `op` as a ReduceOp, or raise InvalidArgumentError."""
+        try:
+            return cls(op)
+        except ValueError:
+            names = ", ".join(f"hvd.{member.name}" for member in cls)
+            raise InvalidArgumentError(f"op must be one of {names}. Received: {op!r}") from None
+
+    @classmethod
+    def resolve(cls, average: bool | None, op: Any) -> ReduceOp:
+        """Horovod's two ways to say it: `op`, or the older `average`; by default Average."""
+        if average is not None and op is not None:
+            raise InvalidArgumentError(
+                f"give op or the older average, not both. Received: average={average!r}, op={op!r}"
+            )
+        if op is not None:
+            return cls.check(op)
+        return cls.Sum if average is False else cls.Average
+
+
+Average, Sum, Adasum, Min, Max, Product = ReduceOp
+
+
+class Kind(str, Enum):
+    """The collective operations."""
+
+    ALLREDUCE = "allreduce"
+    ALLGATHER = "allgather"
+    BROADCAST = "broadcast"
+    BARRIER = "barrier"
+    ALLOCATE = "allocate"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a transport does to the values of `divisor` ranks, element by element.
+
+    result = postscale * op(prescale * x_0, prescale * x_1, ...), for Average divided by `divisor`.
+    """
+
+    op: ReduceOp
+    divisor: int = 1
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Everything about one collective call that must be equal on every member.
+
+    A signature is hashable: seen once by all members it is known by a small number afterwards.
+
+    Attributes:
+        shape: as submitted; for an allgather without its first dimension, which may differ.
+        once: the name will not come again (made up for an unnamed call), so no number is kept.
+    """
+
+    kind: Kind
+    name: str
+    process_set: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    op: str = ""
+    root_rank: int = -1
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    once: bool = False
+
+    def differences(self, other: Signature) -> list[str]:
+        """Names of the fields in which two signatures differ."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+
+    def to_json(self) -> list[Any]:
+        return [getattr(self, f.name) for f in fields(self)]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> Signature:
+        kind, name, process_set, dtype, shape, *rest = values
+        return cls(Kind(kind), name, process_set, dtype, tuple(shape), *rest)

@@ -1,0 +1,59 @@
+"""Torch tensors as NumPy arrays and back, without a copy where memory allows."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from hvdp._core.arrays import Array
+from hvdp.errors import InvalidArgumentError
+
+__all__ = ["as_array", "as_tensor", "dtype_name", "workspace", "write_back"]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As NumPy and ml_dtypes spell it: "float32", "bfloat16", ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """A view of a contiguous CPU tensor; the memory stays shared."""
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    array: Array = tensor.numpy()
+    return array
+
+
+def as_tensor(array: Array) -> torch.Tensor:
+    """A CPU tensor on a writable array's memory."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def workspace(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+    """A contiguous CPU tensor with the same values: itself where possible and `copy` is false.
+
+    Raises:
+        InvalidArgumentError: not a dense tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentError(f"expected a torch.Tensor. Received: {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise InvalidArgumentError(f"expected a dense tensor. Received: layout {tensor.layout}")
+    work = tensor.detach().to("cpu").contiguous()
+    work = work.resolve_conj().resolve_neg()
+    return work.clone() if copy and work.data_ptr() == tensor.data_ptr() else work
+
+
+def write_back(tensor: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+    """Copy a workspace's values into the tensor it was made of, unless it is its memory; returns it."""
+    if work.data_ptr() != tensor.data_ptr() or work.device != tensor.device:
+        with torch.no_grad():
+            tensor.copy_(work)
+    else:
+        # Written behind autograd's back: a graph that saved the old values must notice.
+        torch.autograd.graph.increment_version(tensor)
+    return tensor

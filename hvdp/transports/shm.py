@@ -1,0 +1,272 @@
+"""Shared memory between the ranks of one host.
+
+Each group owns one anonymous segment: a step counter per member, and two staging areas per
+member. A member writes its part of a chunk into its staging area, raises its counter, and
+reads its peers' areas once their counters have come as far. Two areas are enough: a peer
+raises its counter for chunk k only after it has read chunk k-1.
+
+An allreduce of a chunk goes by shards: member i reduces shard i of all members (so every
+element is summed once, in rank order, and is bitwise equal everywhere), and the others
+copy the result from its staging area. Buckets allocated here skip the staging: every
+member reads and writes its peers' buckets directly.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdp._core.arrays import Array, as_bytes
+from hvdp._core.kernels import pieces, reduce_into
+from hvdp._core.ops import Reduction
+from hvdp._core.process_sets import Group
+from hvdp.transports._memory import SegmentExchange
+from hvdp.transports.base import Buffer, Pause, Transport
+
+__all__ = ["ShmTransport"]
+
+_STAGE_BYTES = 1 << 21
+_SMALL_BYTES = 1 << 15
+_CACHE_LINE = 64
+_PAGE = 4096
+_SPINS = 200
+_YIELD_SECONDS = 0.0005
+_PAUSE_SECONDS = 0.0005
+_NEEDS_FENCE = platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
+_fence_lock = threading.Lock()
+
+
+def _fence() -> None:
+    """Order memory accesses before and after: two lock cycles are a full barrier on ARMv8
+    (an acquire is never taken before an earlier release); x86 orders stores by itself."""
+    if _NEEDS_FENCE:
+        for _ in range(2):
+            with _fence_lock:
+                pass
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _shards(count: int, members: int, itemsize: int) -> list[tuple[int, int]]:
+    """Element ranges by member, cut at cache lines so that no two members write to one."""
+    step = _round_up(-(-count // members), max(1, _CACHE_LINE // itemsize))
+    return [(min(i * step, count), min((i + 1) * step, count)) for i in range(members)]
+
+
+class _SharedBuffer(Buffer):
+    """A bucket together with its peers' ones."""
+
+    def __init__(self, areas: list[Array], index: int) -> None:
+        super().__init__(areas[index])
+        self.areas = areas
+
+
+class _Room:
+    """One group's counters and staging areas."""
+
+    def __init__(self, segment: Array, group: Group, pause: Pause) -> None:
+        self._me = group.index
+        self._pause = pause
+        # A memoryview: reading one item of it costs a third of reading a NumPy item.
+        self._counters = segment[: group.size * _CACHE_LINE].data.cast("Q")
+        self._slots = [i * _CACHE_LINE // 8 for i in range(group.size)]
+        self._others = [slot for i, slot in enumerate(self._slots) if i != group.index]
+        self._step = 0
+        self._turn = 0
+        start = _round_up(group.size * _CACHE_LINE, _PAGE)
+        areas = segment[start:].reshape(2, group.size, _STAGE_BYTES)
+        self._stages = [list(areas[turn]) for turn in range(2)]
+
+    @staticmethod
+    def nbytes(members: int) -> int:
+        return _round_up(members * _CACHE_LINE, _PAGE) + 2 * members * _STAGE_BYTES
+
+    def next_stages(self) -> list[Array]:
+        """The members' staging areas for the next chunk."""
+        self._turn ^= 1
+        return self._stages[self._turn]
+
+    def signal(self) -> None:
+        """Tell the peers that everything written so far may be read."""
+        self._step += 1
+        _fence()
+        self._counters[self._slots[self._me]] = self._step
+
+    def wait(self) -> None:
+        """Until every peer has signalled as often as we have."""
+        counters, step = self._counters, self._step
+        for slot in self._others:
+            if counters[slot] < step:
+                self._wait_for(slot, step)
+        _fence()
+
+    def _wait_for(self, slot: int, step: int) -> None:
+        """Spin while the peer is surely about to signal, then give the core away, then sleep."""
+        counters = self._counters
+        for _ in range(_SPINS):
+            if counters[slot] >= step:
+                return
+        until = time.perf_counter() + _YIELD_SECONDS
+        while time.perf_counter() < until:
+            time.sleep(0)
+            os.sched_yield()
+            if counters[slot] >= step:
+                return
+        while counters[slot] < step:
+            self._pause(_PAUSE_SECONDS)
+
+
+class ShmTransport(Transport):
+    """All members of every group must be on this host.
+
+    Args:
+        name: unique to this job and start; names the sockets over which memory is handed around.
+        secret: shared by the ranks of the job.
+        rank: this process's global rank.
+    """
+
+    name = "shm"
+
+    def __init__(self, name: str, secret: bytes, rank: int) -> None:
+        super().__init__()
+        self._exchange = SegmentExchange(name, secret, rank)
+        self._rooms: dict[int, _Room] = {}
+        self._segments: dict[int, int] = {}
+
+    def close(self) -> None:
+        self._exchange.close()
+        self._rooms.clear()
+
+    def abandon(self) -> None:
+        self._exchange.close()
+
+    def _segment(self, group: Group, nbytes: int) -> Array:
+        serial = self._segments[group.number] = self._segments.get(group.number, 0) + 1
+        key = f"{group.number}.{serial}"
+        if group.index == 0:
+            return self._exchange.create(key, nbytes, group.size - 1, self.pause)
+        return self._exchange.fetch(key, nbytes, group.ranks[0], self.pause)
+
+    def _room(self, group: Group) -> _Room:
+        room = self._rooms.get(group.number)
+        if room is None:
+            segment = self._segment(group, _Room.nbytes(group.size))
+            room = self._rooms[group.number] = _Room(segment, group, lambda seconds: self.pause(seconds))
+        return room
+
+    def allocate(self, group: Group, nbytes: int) -> Buffer:
+        if group.size == 1 or nbytes == 0:
+            return super().allocate(group, nbytes)
+        stride = _round_up(nbytes, _PAGE)
+        segment = self._segment(group, stride * group.size).reshape(group.size, stride)
+        return _SharedBuffer([area[:nbytes] for area in segment], group.index)
+
+    def reduce_buffer(
+        self, group: Group, buffer: Buffer, dtype: np.dtype[Any], count: int, reduction: Reduction
+    ) -> None:
+        if not isinstance(buffer, _SharedBuffer):
+            super().reduce_buffer(group, buffer, dtype, count, reduction)
+            return
+        me = group.index
+        areas = [area[: count * dtype.itemsize].view(dtype) for area in buffer.areas]
+        for lo, hi in pieces(*_shards(count, group.size, dtype.itemsize)[me], dtype.itemsize):
+            parts = [area[lo:hi] for area in areas]
+            reduce_into(parts[me], parts, reduction)
+            for index, part in enumerate(parts):
+                if index != me:
+                    np.copyto(part, parts[me])
+        self.barrier(group)
+
+    def allreduce(self, group: Group, data: Array, reduction: Reduction) -> None:
+        if group.size == 1:
+            reduce_into(data, [data], reduction)
+        elif data.nbytes <= _SMALL_BYTES:
+            self._allreduce_small(group, data, reduction)
+        else:
+            self._allreduce_large(group, data, reduction)
+
+    def _allreduce_small(self, group: Group, data: Array, reduction: Reduction) -> None:
+        """One exchange; every member reduces everything for itself."""
+        room = self._room(group)
+        stages = [stage[: data.nbytes].view(data.dtype) for stage in room.next_stages()]
+        np.copyto(stages[group.index], data)
+        room.signal()
+        room.wait()
+        reduce_into(data, stages, reduction)
+
+    def _allreduce_large(self, group: Group, data: Array, reduction: Reduction) -> None:
+        room, me, itemsize = self._room(group), group.index, data.itemsize
+        step = _STAGE_BYTES // itemsize
+        chunks = [data[lo : lo + step] for lo in range(0, data.size, step)]
+
+        def stage(chunk: Array) -> tuple[Array, list[Array], list[tuple[int, int]]]:
+            stages = [area[: chunk.nbytes].view(chunk.dtype) for area in room.next_stages()]
+            shards = _shards(chunk.size, group.size, itemsize)
+            for index, (lo, hi) in enumerate(shards):
+                if index != me:
+                    np.copyto(stages[me][lo:hi], chunk[lo:hi])
+            return chunk, stages, shards
+
+        following = stage(chunks[0])
+        for number in range(len(chunks)):
+            chunk, stages, shards = following
+            room.signal()
+            room.wait()
+            for lo, hi in pieces(*shards[me], itemsize):
+                parts = [area[lo:hi] for area in stages]
+                parts[me] = chunk[lo:hi]
+                reduce_into(chunk[lo:hi], parts, reduction)
+                np.copyto(stages[me][lo:hi], chunk[lo:hi])
+            room.signal()
+            if number + 1 < len(chunks):
+                following = stage(chunks[number + 1])
+            room.wait()
+            for index, (lo, hi) in enumerate(shards):
+                if index != me:
+                    np.copyto(chunk[lo:hi], stages[index][lo:hi])
+
+    def broadcast(self, group: Group, data: Array, root: int) -> None:
+        if group.size == 1:
+            return
+        room = self._room(group)
+        for lo in range(0, data.size, _STAGE_BYTES):
+            chunk = data[lo : lo + _STAGE_BYTES]
+            stage = room.next_stages()[root][: chunk.size]
+            if group.index == root:
+                np.copyto(stage, chunk)
+            room.signal()
+            room.wait()
+            if group.index != root:
+                np.copyto(chunk, stage)
+
+    def allgather(self, group: Group, data: Array, out: Array, counts: Sequence[int]) -> None:
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        parts = [out[starts[i] : starts[i + 1]] for i in range(group.size)]
+        np.copyto(parts[group.index], data)
+        if group.size == 1:
+            return
+        room = self._room(group)
+        for lo in range(0, max(counts), _STAGE_BYTES):
+            stages = room.next_stages()
+            mine = as_bytes(data)[lo : lo + _STAGE_BYTES]
+            np.copyto(stages[group.index][: mine.size], mine)
+            room.signal()
+            room.wait()
+            for index, part in enumerate(parts):
+                chunk = part[lo : lo + _STAGE_BYTES]
+                if index != group.index:
+                    np.copyto(chunk, stages[index][: chunk.size])
+
+    def barrier(self, group: Group) -> None:
+        if group.size > 1:
+            room = self._room(group)
+            room.signal()
+            room.wait()
