@@ -15,7 +15,7 @@ from hvdp.errors import InvalidArgumentError
 
 __all__ = ["Config", "environment"]
 
-T = TypeVar("T")
+Number = TypeVar("Number", int, float)
 
 _MIB = 1 << 20
 
@@ -85,7 +85,7 @@ class _Reader:
                 return candidate
         raise InvalidArgumentError(f"{key} must be one of {', '.join(allowed)}. Received: {value!r}")
 
-    def number(self, name: str, default: T, parse: Callable[[str], T], least: float) -> T:
+    def number(self, name: str, default: Number, parse: Callable[[str], Number], least: float) -> Number:
         found = self._find(name)
         if found is None:
             return default
@@ -93,7 +93,7 @@ class _Reader:
         try:
             value = parse(text)
         except ValueError:
-            value = None  # type: ignore[assignment]
+            value = None
         if value is None or not value >= least:
             raise InvalidArgumentError(f"{key} must be a number of at least {least:g}. Received: {text!r}")
         return value

@@ -190,15 +190,12 @@ class Engine:
         try:
             frames = self._links[peer].receive()
         except ConnectionError:
-            self._lost(peer)
-            return
+            # Closed without a goodbye.
+            self._drop(peer)
+            text = f"rank {peer} died: its process ended without leaving the job"
+            raise HorovodInternalError(text, peer) from None
         for frame in frames:
             self._handle_frame(peer, frame)
-
-    def _lost(self, peer: int) -> None:
-        """A link closed without a goodbye: that process died."""
-        self._drop(peer)
-        raise HorovodInternalError(f"rank {peer} died: its process ended without leaving the job", peer)
 
     def _drop(self, peer: int) -> None:
         link = self._links.pop(peer)

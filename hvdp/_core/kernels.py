@@ -138,9 +138,11 @@ def _integers(sources: Sequence[Array], reduction: Reduction) -> Array:
     divisor = reduction.divisor if reduction.op is Average else 1
     if not _unscaled(reduction):
         scaled = [s.astype(np.float64) * reduction.prescale for s in sources]
-        return np.floor(_folded(fold, scaled) * (reduction.postscale / divisor))
+        rounded: Array = np.floor(_folded(fold, scaled) * (reduction.postscale / divisor))
+        return rounded
     if divisor == 1:
         return _folded(fold, sources)
     wide = np.uint64 if sources[0].dtype.kind == "u" else np.int64
     total = _folded(fold, [s.astype(wide) for s in sources])
-    return np.floor_divide(total, wide(divisor))
+    mean: Array = np.floor_divide(total, wide(divisor))
+    return mean

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdp import errors
 from hvdp._core.topology import Place, Topology
 from hvdp._core.wire import Link, decode, encode
 from hvdp.errors import HvdpError, RendezvousError
@@ -88,7 +89,7 @@ def meet(
     Args:
         facts: what rank 0 must know about this process.
         agree: on rank 0, chooses the transport from all ranks' facts, or raises HvdpError,
-            which then every rank raises as RendezvousError.
+            which then every rank raises alike.
         timeout: seconds until a missing rank is an error.
         generation: how often this process has met before; keeps two `init`s apart.
         listener: rank 0's socket where it had to be bound beforehand.
@@ -134,7 +135,7 @@ def _lead(
         transport = agree(topology, [hello["facts"] for hello in ordered])
     except HvdpError as error:
         for link in links.values():
-            link.send(encode(b"R", str(error)))
+            link.send(encode(b"R", [type(error).__name__, str(error)]))
             link.close()
         raise
     finally:
@@ -200,7 +201,8 @@ def _follow(place: Place, me: dict[str, Any], deadline: float, address: str) -> 
     answer = decode(reply)
     if reply[:1] == b"R":
         link.close()
-        raise RendezvousError(answer)
+        kind, text = answer
+        raise getattr(errors, kind)(text)
     topology = Topology(place.rank, tuple(answer["hosts"]))
     return Meeting(topology, {0: link}, answer["transport"])
 
