@@ -78,6 +78,7 @@ class Engine:
         self._unnamed: dict[tuple[str, int], int] = {}
         self._failure: HorovodInternalError | None = None
         self._leaving = ""
+        self._orphaned = ""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
@@ -149,6 +150,8 @@ class Engine:
                 self._pump(None)
                 while self._agreed:
                     self._execute(self._agreed.popleft())
+                if self._orphaned:
+                    raise HorovodInternalError(self._orphaned, 0 if self._live else None)
             self._say_goodbye()
         except HorovodInternalError as error:
             self._break(error)
@@ -320,7 +323,9 @@ class Engine:
     def _departed(self, peer: int, reason: str) -> None:
         self._drop(peer)
         if self._coordinator is None:
-            raise HorovodInternalError(f"rank {peer} {reason}", peer if self._live else None)
+            # What has been agreed on needs nothing more of rank 0, and may still run here.
+            self._orphaned = f"rank {peer} {reason}"
+            return
         for verdict in self._coordinator.leave(peer, reason):
             self._tell(verdict)
 
