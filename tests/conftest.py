@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +16,21 @@ import pytest
 _MARK = "HVDP_TEST_SESSION"
 os.environ[_MARK] = uuid.uuid4().hex
 
-_FOLDERS = {Path("/dev/shm"): "*", Path("/tmp"): "hvdp*"}
 _TO_FADE = 2.0  # seconds; what a killed process held goes with its last thread
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What others leave in the machine's temporary folder is not our tests' doing."""
+    folder = str(tmp_path_factory.mktemp("tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
+def _nothing_left_behind(_own_temporary_folder: None) -> Iterator[None]:
     processes, files, sockets = _processes(), _files(), _sockets()
     yield
     left = [p for pid, p in _processes().items() if pid not in processes]
@@ -57,7 +67,7 @@ def _describe(process: psutil.Process) -> str:
 
 
 def _files() -> set[Path]:
-    return {file for folder, pattern in _FOLDERS.items() for file in folder.glob(pattern)}
+    return {*Path("/dev/shm").iterdir(), *Path(tempfile.gettempdir()).glob("hvdp*")}
 
 
 def _is_anothers(file: Path) -> bool:

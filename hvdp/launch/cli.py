@@ -7,6 +7,7 @@ import secrets
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hvdp.launch import check_build, cores
 from hvdp.launch.arguments import EXAMPLE, Options, parse
 from hvdp.launch.console import Console
 from hvdp.launch.direct import Children
-from hvdp.launch.guardian import MARK, Guardian
+from hvdp.launch.guardian import MARK, Guardian, adopt_orphans, reap_orphans, remove_segments
 from hvdp.launch.hosts import Host, is_here, parse_hostfile, parse_hosts, place_ranks
 from hvdp.launch.job import Job, Starter
 from hvdp.launch.loop import Loop
@@ -83,10 +84,19 @@ def _run(options: Options, console: Console, env: Mapping[str, str]) -> int:
         if options.verbose:
             console.say(f"starting {size} processes on this host: {shlex.join(options.command)}")
         starter = Children(size, options.command, _RankEnvironment(variables, size, job))
+    began = time.time()
+    adopt_orphans()
     with Loop() as loop:
         supervised = Job(size, job, loop, console, Guardian(job), starter)
         directory, timestamps = options.output_filename, options.timestamps
-        return supervised.run(Output(loop, console, size, supervised.output_closed, directory, timestamps))
+        try:
+            output = Output(loop, console, size, supervised.output_closed, directory, timestamps)
+            status = supervised.run(output)
+        finally:
+            reap_orphans()
+    if status != 0:
+        remove_segments(began)
+    return status
 
 
 def _where(options: Options) -> tuple[list[Host], int]:

@@ -8,6 +8,8 @@ environment carries the job's mark or its process group was named by the launche
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import glob
 import os
 import select
 import signal
@@ -16,12 +18,13 @@ import sys
 import time
 from collections.abc import Collection
 
-__all__ = ["MARK", "Guardian", "sweep"]
+__all__ = ["MARK", "Guardian", "adopt_orphans", "reap_orphans", "remove_segments", "sweep"]
 
 MARK = "HVDP_JOB"
 """The variable that marks every process of a job."""
 
 _GOODBYE = b"goodbye\n"
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Guardian:
@@ -81,6 +84,42 @@ def sweep(job: str | None, groups: Collection[int], patience: float) -> None:
         number = signal.SIGKILL
 
 
+def remove_segments(since: float) -> None:
+    """Unlink the shared memory that MPICH leaves in /dev/shm when its processes are killed.
+
+    Args:
+        since: time of day; only files made later and mapped by no living process are taken.
+    """
+    left = set()
+    for path in glob.glob("/dev/shm/mpich_shm_*"):
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if status.st_uid == os.getuid() and status.st_mtime >= since:
+                left.add(path)
+    for maps in glob.glob("/proc/[0-9]*/maps") if left else ():
+        with contextlib.suppress(OSError), open(maps) as file:
+            left -= {line.split()[-1] for line in file if "/dev/shm/" in line}
+    for path in left:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def adopt_orphans() -> None:
+    """Let processes whose parents in the job have ended become this process's children.
+
+    Else they fall to the system's first process, which in a container may never reap them.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_orphans() -> None:
+    """Reap every child of this process that has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def _members(job: str | None, groups: Collection[int]) -> list[int]:
     mark = None if job is None else f"{MARK}={job}".encode()
     found = []
@@ -128,12 +167,14 @@ def main() -> None:
     """Watch over one job; the launcher's words come on standard input."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    began = time.time()
     groups: set[int] = set()
     for line in sys.stdin.buffer:
         if line == _GOODBYE:
             return
         groups.add(int(line))
     sweep(sys.argv[1], groups, patience=1.5)
+    remove_segments(began)
 
 
 if __name__ == "__main__":
