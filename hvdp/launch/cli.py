@@ -6,6 +6,7 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from hvdp._version import __version__
 from hvdp.errors import LaunchError
 from hvdp.launch import check_build, cores
 from hvdp.launch.arguments import EXAMPLE, Options, parse
+from hvdp.launch.blame import exit_code
 from hvdp.launch.console import Console
 from hvdp.launch.direct import Children
 from hvdp.launch.guardian import MARK, Guardian, adopt_orphans, reap_orphans, remove_segments
@@ -48,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         console.say(str(error))
         return _USAGE_ERROR
+    except KeyboardInterrupt:
+        # Before the first rank was started; from then on the job takes the signals.
+        return exit_code(-signal.SIGINT)
 
 
 def _run(options: Options, console: Console, env: Mapping[str, str]) -> int:
@@ -71,10 +76,9 @@ def _run(options: Options, console: Console, env: Mapping[str, str]) -> int:
         mpiexec = find(env)
         command = mpiexec.command(
             size,
-            relayed(options.command, job) if local else options.command,
+            relayed(options.command, job if local else None),
             hosts,
             variables,
-            labelled=not local,
             extra=options.mpi_args,
         )
         if options.verbose:

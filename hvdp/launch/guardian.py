@@ -24,6 +24,8 @@ MARK = "HVDP_JOB"
 """The variable that marks every process of a job."""
 
 _GOODBYE = b"goodbye\n"
+# MPICH's, then Open MPI's of today and yesterday.
+_SEGMENTS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -85,13 +87,13 @@ def sweep(job: str | None, groups: Collection[int], patience: float) -> None:
 
 
 def remove_segments(since: float) -> None:
-    """Unlink the shared memory that MPICH leaves in /dev/shm when its processes are killed.
+    """Unlink the shared memory that an MPI leaves in /dev/shm when its processes are killed.
 
     Args:
         since: time of day; only files made later and mapped by no living process are taken.
     """
     left = set()
-    for path in glob.glob("/dev/shm/mpich_shm_*"):
+    for path in (path for pattern in _SEGMENTS for path in glob.glob(f"/dev/shm/{pattern}")):
         with contextlib.suppress(OSError):
             status = os.stat(path)
             if status.st_uid == os.getuid() and status.st_mtime >= since:

@@ -194,9 +194,9 @@ class Job:
             self._print_last_words(blamed=verdict.rank)
             self._console.say(f"rank {verdict.rank} of {size} failed: {describe(verdict.status)}")
             return exit_code(verdict.status)
+        self._print_last_words(blamed=None)
         if all(rank.status == 0 for rank in self._ranks):
             return 0
-        self._print_last_words(blamed=None)
         status = fallback or 1
         self._console.say(f"the job of {size} ranks failed: mpiexec {describe(status)}")
         return exit_code(status)

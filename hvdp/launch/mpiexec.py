@@ -43,7 +43,6 @@ class Mpiexec:
         command: Sequence[str],
         hosts: Sequence[Host],
         variables: Mapping[str, str],
-        labelled: bool,
         extra: str | None,
     ) -> list[str]:
         """The whole command line.
@@ -51,17 +50,14 @@ class Mpiexec:
         Args:
             hosts: where to run; empty for wherever the MPI itself chooses.
             variables: environment of this process, to be had by every rank.
-            labelled: let the MPI put the rank before each line.
             extra: the user's further arguments, in shell notation.
         """
         words = [self.path, "-n", str(ranks)]
         named = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         if self.dialect == "hydra":
             words += ["-hosts", named] if hosts else []
-            words += ["-prepend-rank"] if labelled else []
         else:
             words += ["-H", named] if hosts else []
-            words += ["--tag-output"] if labelled else []
             words += ["--oversubscribe", "--bind-to", "none"]
             words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
             for name in sorted(variables):

@@ -119,6 +119,11 @@ class RankOutput:
         """Print lines with this rank's prefix."""
         self._output.emit(self._prefixes[fd], fd, lines)
 
+    def take_line(self, fd: int, line: bytes) -> None:
+        """A whole line of a rank that has no pipe to us."""
+        self._streams[fd].save(line + b"\n")
+        self.take(fd, [line])
+
     def take(self, fd: int, lines: list[bytes]) -> None:
         """Lines from one of the streams."""
         if fd == 1:
@@ -177,7 +182,7 @@ class _Stream:
         if not data:
             self._detach()
             return False
-        self._save(data)
+        self.save(data)
         self._rank.take(self._fd, self._buffer.feed(data))
         if self._buffer.state is not None and self._state_due is None:
             self._state_due = self._loop.after(_STATE_PATIENCE, self._show_state)
@@ -211,7 +216,7 @@ class _Stream:
         if state is not None:
             self._rank.take(self._fd, [state])
 
-    def _save(self, data: bytes) -> None:
+    def save(self, data: bytes) -> None:
         if self._file is None:
             return
         try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from hvdp.errors import LaunchError
 from hvdp.launch import relay
@@ -25,28 +25,30 @@ __all__ = ["Relays", "relayed"]
 _LAST_WAIT = 2.0
 
 
-def relayed(command: Sequence[str], job: str) -> list[str]:
-    """The command as `mpiexec` is to start it on this host, so that this launcher supervises it."""
-    return [sys.executable, "-I", "-S", relay.__file__, _address(job), *command]
+# How a relay on another host marks its rank's lines.
+_PREFIX = re.compile(rb"\[(\d+)\]<(stdout|stderr)>:")
+
+
+def relayed(command: Sequence[str], job: str | None) -> list[str]:
+    """The command as `mpiexec` is to start it, so that this launcher supervises it.
+
+    Other hosts are taken to have Python and hvdp at the same paths as this one.
+    """
+    address = "" if job is None else _address(job)
+    return [sys.executable, "-I", "-S", relay.__file__, address, *command]
 
 
 def _address(job: str) -> str:
     return f"hvdp-launch-{job}"
 
 
-@dataclass
-class _Connection:
-    rank: int | None = None
-    ended: bool = False
-
-
 class Relays:
-    """Starts one `mpiexec`; hears from each rank's relay, or, on several hosts, only from `mpiexec`.
+    """Starts one `mpiexec`; hears from each rank's relay directly or, on several hosts, through it.
 
     Args:
         mpiexec: the whole command line.
         environment: of `mpiexec`, and through it of the ranks.
-        job: the job's mark, or None where the ranks have no relays.
+        job: the job's mark, or None on several hosts.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class Relays:
         self._command = mpiexec
         self._environment = environment
         self._name = job
-        self._connections: dict[socket.socket, _Connection] = {}
+        self._connections: dict[socket.socket, int | None] = {}
+        self._ended: set[int] = set()
         self._streams: list[Callable[[], bool]] = []
         self._lost = False
         self._job: Job
@@ -89,7 +92,7 @@ class Relays:
         self._pass_on(self._process.stderr.fileno(), 2)
 
     def _pass_on(self, source: int, fd: int) -> None:
-        """What `mpiexec` itself prints, which on several hosts is what the ranks print."""
+        """What `mpiexec` prints, which on several hosts includes what the ranks print."""
         os.set_blocking(source, False)
         buffer = LineBuffer()
         watched = True
@@ -100,7 +103,8 @@ class Relays:
                 data = os.read(source, 1 << 16)
             except BlockingIOError:
                 return False
-            self._job.output.emit(b"", fd, buffer.feed(data) if data else buffer.close())
+            for line in buffer.feed(data) if data else buffer.close():
+                self._take(fd, line)
             if not data and watched:
                 self._job.loop.forget(source)
                 watched = False
@@ -109,49 +113,60 @@ class Relays:
         self._job.loop.watch(source, read)
         self._streams.append(read)
 
+    def _take(self, fd: int, line: bytes) -> None:
+        ranks = self._job.output.ranks
+        if self._name is None and line.startswith(relay.ENDED):
+            rank, status = map(int, line[len(relay.ENDED) :].split())
+            self._end(rank, status)
+        elif self._name is None and (match := _PREFIX.match(line)) is not None and int(match[1]) < len(ranks):
+            ranks[int(match[1])].take_line(1 if match[2] == b"stdout" else 2, line[match.end() :])
+        else:
+            self._job.output.emit(b"", fd, [line])
+
+    def _end(self, rank: int, status: int) -> None:
+        if rank not in self._ended:
+            self._ended.add(rank)
+            self._lost = self._lost or status == LOST
+            self._job.ended(rank, status)
+
     def _on_connection(self) -> None:
         connection, _ = self._listener.accept()
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", credentials)[1] != os.getuid():
             connection.close()
             return
-        self._connections[connection] = _Connection()
+        self._connections[connection] = None
         self._job.loop.watch(connection.fileno(), lambda: self._on_message(connection))
 
     def _on_message(self, connection: socket.socket) -> None:
-        state = self._connections[connection]
+        rank = self._connections[connection]
         try:
             words = connection.recv(64).split()
         except OSError:
             words = []
         if words[:1] == [b"start"]:
-            state.rank = int(words[1])
+            rank = self._connections[connection] = int(words[1])
             stdout, stdout_w = os.pipe()
             stderr, stderr_w = os.pipe()
             with contextlib.suppress(OSError):
                 socket.send_fds(connection, [b"."], [stdout_w, stderr_w, self._job.supervisor_pipe])
             os.close(stdout_w)
             os.close(stderr_w)
-            self._job.started(state.rank, int(words[2]), stdout, stderr)
+            self._job.started(rank, int(words[2]), stdout, stderr)
             return
         if not words:
             self._job.loop.forget(connection.fileno())
-        if state.rank is not None and not state.ended:
-            state.ended = True
-            self._lost = self._lost or not words
-            self._job.ended(state.rank, int(words[1]) if words else LOST)
+        if rank is not None:
+            self._end(rank, int(words[1]) if words else LOST)
 
     def on_child(self) -> None:
         """If `mpiexec` has ended, so have its ranks."""
         status = last_status(self._process.pid)
         if status is None:
             return
-        if self._name is None and status == 0:
-            self._drain()
-            for rank in range(self._size):
-                self._job.ended(rank, 0)
-        else:
-            self._lost = self._lost or not all(c.ended for c in self._connections.values())
+        self._drain()
+        if len(self._ended) < self._size:
+            self._lost = True
             self._job.abandon()
 
     def finish(self) -> int:

@@ -150,3 +150,29 @@ def mpiexec() -> str:
         return find(os.environ).path
     except LaunchError:
         pytest.skip("no mpiexec is installed")
+
+
+@pytest.fixture
+def gone() -> Callable[[list[psutil.Process], float], list[psutil.Process]]:
+    """`gone(processes, seconds)`: those that still run after that time at the latest.
+
+    An orphan that has ended but waits for the system's first process to reap it does not run.
+    """
+
+    def wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+        deadline = time.monotonic() + seconds
+        alive = processes
+        while True:
+            alive = [p for p in alive if p.is_running() and not _is_zombie(p)]
+            if not alive or time.monotonic() >= deadline:
+                return alive
+            time.sleep(0.02)
+
+    return wait
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -180,20 +180,6 @@ def test_the_launcher_loads_no_framework() -> None:
     assert run_script([sys.executable, "-c", program]).stdout == "set()\n"
 
 
-def test_plain_mpiexec_is_detected(mpiexec: str) -> None:
-    program = (
-        "import os, sys; from hvdp.launch.environments import detect; p = detect(os.environ);"
-        "sys.stdout.write(f'{p.launcher} {p.rank} {p.size} {p.address}\\n')"
-    )
-    command = [mpiexec, "-n", "2", sys.executable, "-c", program]
-    done = run_script(command, env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
-    assert done.status == 0, done.stderr
-    lines = sorted(line.rsplit(" ", 3) for line in done.stdout.splitlines())
-    assert [line[1:3] for line in lines] == [["0", "2"], ["1", "2"]]
-    assert lines[0][3] == lines[1][3]
-    assert lines[0][3].startswith("unix:hvdp-")
-
-
 def test_without_mpiexec_it_says_what_to_install(tmp_path: Path) -> None:
     if (Path(sys.executable).parent / "mpiexec").exists():
         # Beside this Python there is one: use a Python that has none.

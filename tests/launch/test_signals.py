@@ -19,7 +19,7 @@ DEAF = (
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("body", [POLITE, DEAF], ids=["polite", "deaf"])
-def test_signals_end_everything(start, how, number: signal.Signals, body: str) -> None:
+def test_signals_end_everything(start, how, gone, number: signal.Signals, body: str) -> None:
     running = start(body, flags=how)
     running.wait_for("ready", 2)
     family = running.family()
@@ -28,7 +28,7 @@ def test_signals_end_everything(start, how, number: signal.Signals, body: str) -
     assert running.end() == 128 + number
     assert time.monotonic() - sent < 5
     assert running.err[-1] == f"hvdprun: stopped by {number.name}; all 2 ranks have ended"
-    assert psutil.wait_procs(family, timeout=0.5)[1] == []
+    assert gone(family, 0) == []
 
 
 def test_an_interrupted_job_shows_no_tracebacks(start) -> None:
@@ -66,14 +66,14 @@ finally:
 
 
 @pytest.mark.parametrize("body", [POLITE, DEAF], ids=["polite", "deaf"])
-def test_killing_the_launcher_leaves_nothing(start, how, body: str) -> None:
+def test_killing_the_launcher_leaves_nothing(start, how, gone, body: str) -> None:
     running = start(body, flags=how)
     running.wait_for("ready", 2)
     family = running.family()
     running.send(signal.SIGKILL)
     # Whoever waits for the launcher's output to end is not kept waiting.
     assert running.end() == -signal.SIGKILL
-    assert psutil.wait_procs(family, timeout=5)[1] == []
+    assert gone(family, 5) == []
 
 
 def test_a_waiting_launcher_costs_nothing(start, how) -> None:
