@@ -44,6 +44,8 @@ class SegmentExchange:
     def __init__(self, name: str, secret: bytes, rank: int) -> None:
         self._name = name
         self._secret = secret
+        # Ranks that are ahead and ask for a later segment while another still fetches this one.
+        self._early: dict[bytes, list[socket.socket]] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{name}.{rank}")
         self._listener.listen(1024)
@@ -51,6 +53,8 @@ class SegmentExchange:
 
     def close(self) -> None:
         self._listener.close()
+        for sock in [sock for waiting in self._early.values() for sock in waiting]:
+            sock.close()
 
     def create(self, key: str, nbytes: int, takers: int, pause: Pause) -> Array:
         """Make a zeroed segment and hand it to `takers` ranks that `fetch` it under `key`.
@@ -96,7 +100,7 @@ class SegmentExchange:
 
     def _accept(self, token: bytes, pause: Pause) -> socket.socket:
         """The next connection by our own user that shows the token."""
-        while True:
+        while not self._early.get(token):
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
@@ -105,9 +109,11 @@ class SegmentExchange:
             sock.settimeout(5)
             with contextlib.suppress(OSError):
                 _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-                if uid == os.getuid() and hmac.compare_digest(sock.recv(_TOKEN_BYTES), token):
-                    return sock
+                if uid == os.getuid():
+                    self._early.setdefault(sock.recv(_TOKEN_BYTES), []).append(sock)
+                    continue
             sock.close()
+        return self._early[token].pop(0)
 
     def _connect(self, owner: int, pause: Pause) -> socket.socket:
         while True:
