@@ -15,9 +15,10 @@ import psutil
 
 from hvdp._core.config import Config, environment
 from hvdp._core.engine import Engine
-from hvdp._core.operations.barrier import Barrier
+from hvdp._core.operations import Barrier
 from hvdp._core.rendezvous import Listener, Meeting, meet
 from hvdp._core.runtime import runtime
+from hvdp._core.stall import StallWatch
 from hvdp._core.topology import Place, Topology
 from hvdp._version import __version__
 from hvdp.errors import RendezvousError, TransportError
@@ -70,12 +71,13 @@ def init() -> None:
         meeting,
         _make_transport(meeting, place, generation),
         config.cache_capacity,
-        lambda rank, text: _blame(place.supervisor_fd, rank),
+        StallWatch(config.stall_warning, config.stall_shutdown),
+        lambda rank: _blame(place.supervisor_fd, rank),
     )
     runtime.start(engine)
     if generation == 0:
         atexit.register(_leave_at_exit)
-    engine.submit(Barrier("init", 0)).wait()
+    engine.run(Barrier("init", 0))
 
 
 def shutdown() -> None:

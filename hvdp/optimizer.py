@@ -17,8 +17,8 @@ from hvdp._core.arrays import Array, dtype_named
 from hvdp._core.buckets import BucketPlan, ParameterSpec, Slot, plan
 from hvdp._core.handles import Handle
 from hvdp._core.objects import broadcast_object
-from hvdp._core.operations.buckets import Allocate, ReduceBucket
-from hvdp._core.ops import Average, ReduceOp
+from hvdp._core.operations import Allocate, ReduceBucket
+from hvdp._core.ops import Average, Kind, ReduceOp, Signature
 from hvdp._core.runtime import runtime
 from hvdp.errors import InvalidArgumentError
 from hvdp.transports.base import Buffer
@@ -152,16 +152,14 @@ class GradientReducer:
             bucket.marks[mark] = self._store.collect(slot.parameter)
         engine = runtime.require("DistributedOptimizer")
         number = self._buckets.index(bucket)
-        bucket.handle = engine.submit(
-            ReduceBucket(
-                f"{self._name}.{number}",
-                bucket.buffer,
-                dtype_named(bucket.plan.dtype),
-                bucket.plan.count,
-                self._op,
-                process_set=0,
-            )
+        signature = Signature(
+            Kind.BUCKET,
+            f"{self._name}.{number}",
+            dtype=bucket.plan.dtype,
+            shape=(bucket.plan.count,),
+            op=self._op.name,
         )
+        (bucket.handle,) = engine.submit(ReduceBucket(signature, bucket.buffer))
 
     def _finish(self, bucket: _Bucket) -> None:
         assert bucket.handle is not None
@@ -177,8 +175,8 @@ class GradientReducer:
         unseen = [index for index in reversed(range(len(self._specs))) if index not in self._order]
         order = broadcast_object(seen + unseen, 0, f"{self._name}.order")
         for number, bucket_plan in enumerate(plan(self._specs, order, self._bucket_bytes)):
-            allocate = Allocate(f"{self._name}.{number}.allocate", bucket_plan.nbytes, process_set=0)
-            buffer = engine.submit(allocate).wait()
+            buffer = engine.run(Allocate(f"{self._name}.{number}", bucket_plan.nbytes, 0, engine))
+            assert isinstance(buffer, Buffer)
             memory = buffer.view(dtype_named(bucket_plan.dtype), bucket_plan.count)
             bucket = _Bucket(bucket_plan, buffer, memory[bucket_plan.marks_start :])
             bucket.rearm()

@@ -9,6 +9,7 @@ import numpy as np
 from hvdp._core import submit
 from hvdp._core.buckets import ParameterSpec, fingerprint, first_difference
 from hvdp._core.objects import allgather_object
+from hvdp._core.submit import Options
 from hvdp.errors import InvalidArgumentError, MismatchError
 
 __all__ = ["check_same_parameters"]
@@ -28,7 +29,8 @@ def check_same_parameters(what: str, specs: Sequence[ParameterSpec], fault: str 
         InvalidArgumentError: on every rank, if any has a fault.
     """
     mark = _FAULT if fault else fingerprint(specs)
-    marks = submit.allgather(np.frombuffer(mark, np.uint8)[None], None).wait()
+    gather = submit.allgather(np.frombuffer(mark, np.uint8)[None], Options())
+    marks = submit.alone(gather).wait()
     if (marks == marks[0]).all() and not fault:
         return
     everything = allgather_object((fault, list(specs)))

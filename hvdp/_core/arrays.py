@@ -34,7 +34,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NAMES} | 
 }
 
 
-def check_dtype(dtype: np.dtype[Any], what: str) -> str:
+def check_dtype(dtype: np.dtype[Any]) -> str:
     """Name of a dtype that collectives carry.
 
     Raises:
@@ -43,8 +43,8 @@ def check_dtype(dtype: np.dtype[Any], what: str) -> str:
     name: str = dtype.name
     if _DTYPES.get(name) != dtype:
         raise InvalidArgumentError(
-            f"{what} has a dtype that collectives cannot carry; use one of {', '.join(_DTYPES)}, "
-            f"or broadcast_object/allgather_object for Python objects. Received: dtype {dtype}"
+            f"collectives cannot carry this dtype; use one of {', '.join(_DTYPES)}, or "
+            f"broadcast_object/allgather_object for Python objects. Received: dtype {dtype}"
         )
     return name
 

@@ -34,6 +34,8 @@ class Config:
         fusion_threshold: cap of one gradient bucket, bytes.
         cache_capacity: how many operations are remembered by a short id.
         start_timeout: how long `init()` waits for the other ranks, seconds.
+        stall_warning, stall_shutdown: after how long a tensor that some ranks do not submit is
+            warned of, and ends the job, seconds; 0 is never.
         log_level: name of a `logging` level.
     """
 
@@ -41,6 +43,8 @@ class Config:
     fusion_threshold: int = 8 * _MIB
     cache_capacity: int = 4096
     start_timeout: float = 60.0
+    stall_warning: float = 60.0
+    stall_shutdown: float = 0.0
     log_level: str = "INFO"
 
     @classmethod
@@ -56,6 +60,10 @@ class Config:
             fusion_threshold=read.number("FUSION_THRESHOLD", cls.fusion_threshold, int, least=1),
             cache_capacity=read.number("CACHE_CAPACITY", cls.cache_capacity, int, least=0),
             start_timeout=read.number("START_TIMEOUT", cls.start_timeout, float, least=0),
+            stall_warning=0.0
+            if read.flag("STALL_CHECK_DISABLE")
+            else read.number("STALL_CHECK_TIME_SECONDS", cls.stall_warning, float, least=0),
+            stall_shutdown=read.number("STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown, float, least=0),
             log_level=read.choice(
                 "LOG_LEVEL",
                 cls.log_level,
@@ -84,6 +92,9 @@ class _Reader:
             if value.lower() == candidate.lower():
                 return candidate
         raise InvalidArgumentError(f"{key} must be one of {', '.join(allowed)}. Received: {value!r}")
+
+    def flag(self, name: str) -> bool:
+        return self.choice(name, "0", ("0", "1", "false", "true", "no", "yes")) in ("1", "true", "yes")
 
     def number(self, name: str, default: Number, parse: Callable[[str], Number], least: float) -> Number:
         found = self._find(name)

@@ -6,12 +6,30 @@ which all members of each process set will act on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hvdp._core.ops import Signature
+from hvdp._core import wording
+from hvdp._core.ops import Kind, Signature
 
-__all__ = ["Coordinator", "Verdict"]
+__all__ = ["Coordinator", "Stall", "Submission", "Verdict"]
+
+_NEEDS_EVERYBODY = {Kind.ALLTOALL, Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One rank's part in one name.
+
+    Attributes:
+        extras: numbers that may differ between ranks and that all members will get.
+        error: why the rank itself holds its call to be wrong; every member will raise it.
+    """
+
+    signature: Signature
+    extras: tuple[int, ...] = ()
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -22,7 +40,8 @@ class Verdict:
         members: global ranks that are told.
         number: short id under which the signature is known from now on, or -1.
         new: the members do not know that number yet.
-        extras: each member's extra numbers, in the order of `members`.
+        extras: each member's extra numbers, in the order of the process set.
+        absent: members that have joined and contribute nothing.
         error: "" or the text that every member raises.
         gone: the rank that has left, where that is the error; -1 otherwise.
         invalid: the error is one rank's bad argument, not a disagreement.
@@ -33,20 +52,26 @@ class Verdict:
     number: int = -1
     new: bool = False
     extras: tuple[tuple[int, ...], ...] = ()
+    absent: tuple[int, ...] = ()
     error: str = ""
     gone: int = -1
     invalid: bool = False
 
-    @property
-    def flat_extras(self) -> list[int]:
-        return [number for member in self.extras for number in member]
+
+@dataclass(frozen=True)
+class Stall:
+    """A name that some members have not submitted yet; `seconds` since the first did."""
+
+    signature: Signature
+    present: tuple[int, ...]
+    missing: tuple[int, ...]
+    seconds: float
 
 
 @dataclass
-class _Submitted:
-    signature: Signature
-    extras: tuple[int, ...]
-    error: str
+class _Pending:
+    since: float
+    by_rank: dict[int, Submission] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,98 +98,152 @@ class Coordinator:
     Args:
         size: number of ranks in the job; process set 0 is all of them.
         capacity: how many signatures may be known by number.
+        clock: seconds, for stall reports.
     """
 
-    def __init__(self, size: int, capacity: int) -> None:
+    def __init__(self, size: int, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._members: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
+        self._next_set = 1
         self._numbers = _Numbers(capacity)
-        self._pending: dict[tuple[int, str], dict[int, _Submitted]] = {}
+        self._pending: dict[tuple[int, str], _Pending] = {}
         self._gone: dict[int, str] = {}
-
-    def add_process_set(self, number: int, ranks: Sequence[int]) -> None:
-        self._members[number] = tuple(ranks)
+        self._joined: dict[int, Submission] = {}
+        self._clock = clock
 
     def signature(self, number: int) -> Signature:
         return self._numbers.by_number[number]
 
-    def submit(
-        self, rank: int, signature: Signature, extras: tuple[int, ...] = (), error: str = ""
-    ) -> Verdict | None:
-        """Take one rank's submission; the verdict if it was the last that was missing.
-
-        Args:
-            error: why the rank itself holds its call to be wrong; every member will raise it.
-        """
-        members = self._members[signature.process_set]
+    def submit(self, rank: int, submission: Submission) -> list[Verdict]:
+        """Take one rank's submission; the verdicts that it completes, most often one or none."""
+        signature = submission.signature
+        members = self._members.get(signature.process_set, ())
         for gone, reason in self._gone.items():
             if gone in members:
-                return Verdict((rank,), signature, error=_gone_text(gone, reason, signature), gone=gone)
+                error = wording.gone(gone, reason, signature)
+                return [Verdict((rank,), signature, error=error, gone=gone)]
+        if signature.kind is Kind.JOIN:
+            return self._join(rank, submission)
+        if not members:
+            error = f"process set {signature.process_set} has been removed; add it again before using it"
+            return [Verdict((rank,), signature, error=error, invalid=True)]
+        crossed = self._crossed(rank, signature)
         key = (signature.process_set, signature.name)
-        submitted = self._pending.setdefault(key, {})
-        submitted[rank] = _Submitted(signature, extras, error)
-        if len(submitted) < len(members):
-            return None
-        del self._pending[key]
-        return self._decide(members, submitted)
+        pending = self._pending.setdefault(key, _Pending(self._clock()))
+        pending.by_rank[rank] = submission
+        if crossed is not None:
+            return self._refuse_crossed(crossed, key)
+        return self._decide_if_complete(key)
 
     def leave(self, rank: int, reason: str) -> list[Verdict]:
         """A rank will submit nothing more: what waits for it fails at once."""
         self._gone[rank] = reason
         verdicts = []
-        for key, submitted in list(self._pending.items()):
-            if rank not in self._members[key[0]]:
-                continue
-            del self._pending[key]
-            waiting = tuple(r for r in submitted if r not in self._gone)
-            signature = next(iter(submitted.values())).signature
-            text = _gone_text(rank, reason, signature)
-            verdicts.append(Verdict(waiting, signature, error=text, gone=rank))
+        for key, pending in list(self._pending.items()):
+            if rank in self._members[key[0]]:
+                del self._pending[key]
+                verdicts.append(self._verdict_gone(rank, reason, pending.by_rank))
+        if self._joined:
+            verdicts.append(self._verdict_gone(rank, reason, self._joined))
+            self._joined = {}
         return verdicts
 
-    def _decide(self, members: tuple[int, ...], submitted: dict[int, _Submitted]) -> Verdict:
-        first = submitted[members[0]]
-        if any(s.error for s in submitted.values()):
-            return Verdict(members, first.signature, error=_invalid_text(members, submitted), invalid=True)
-        for rank in members[1:]:
-            if submitted[rank].signature != first.signature:
-                return Verdict(members, first.signature, error=_mismatch_text(members, submitted))
-        number, new = self._numbers.of(first.signature)
-        extras = tuple(submitted[rank].extras for rank in members)
-        return Verdict(members, first.signature, number, new, extras)
+    def stalls(self, after: float) -> list[Stall]:
+        """Names whose first submission came at least `after` seconds ago, the oldest first."""
+        now = self._clock()
+        found = []
+        for (process_set, _), pending in self._pending.items():
+            seconds = now - pending.since
+            if seconds >= after:
+                present = tuple(sorted(pending.by_rank))
+                waiting = [r for r in self._members[process_set] if r not in pending.by_rank]
+                missing = tuple(r for r in waiting if r not in self._joined)
+                found.append(Stall(pending.by_rank[present[0]].signature, present, missing, seconds))
+        return sorted(found, key=lambda stall: -stall.seconds)
 
+    def _verdict_gone(self, rank: int, reason: str, submitted: dict[int, Submission]) -> Verdict:
+        waiting = tuple(r for r in submitted if r not in self._gone)
+        signature = next(iter(submitted.values())).signature
+        return Verdict(waiting, signature, error=wording.gone(rank, reason, signature), gone=rank)
 
-def _gone_text(rank: int, reason: str, signature: Signature) -> str:
-    return f"rank {rank} {reason} before it took part in {signature.kind.value} {signature.name!r}"
+    def _join(self, rank: int, submission: Submission) -> list[Verdict]:
+        """A joined rank counts as present, with nothing to give, wherever it is awaited."""
+        self._joined[rank] = submission
+        verdicts = []
+        for key in list(self._pending):
+            verdicts += self._decide_if_complete(key)
+        everybody = self._members[0]
+        if len(self._joined) == len(everybody):
+            self._joined = {}
+            verdicts.append(Verdict(everybody, submission.signature, extras=((rank,),) * len(everybody)))
+        return verdicts
 
+    def _crossed(self, rank: int, signature: Signature) -> tuple[int, str] | None:
+        """A pending key of this name in another process set where two ranks wait for each other."""
+        if signature.once:
+            return None
+        members = self._members[signature.process_set]
+        for (other_set, name), pending in self._pending.items():
+            if name == signature.name and other_set != signature.process_set:
+                others = self._members.get(other_set, ())
+                waits_for_us = rank in others and rank not in pending.by_rank
+                if waits_for_us and any(r in members for r in pending.by_rank):
+                    return other_set, name
+        return None
 
-def _invalid_text(members: tuple[int, ...], submitted: dict[int, _Submitted]) -> str:
-    faults: dict[str, list[int]] = {}
-    for rank in members:
-        if submitted[rank].error:
-            faults.setdefault(submitted[rank].error, []).append(rank)
-    return "; ".join(f"{_ranks(ranks)}: {error}" for error, ranks in faults.items())
+    def _refuse_crossed(self, *keys: tuple[int, str]) -> list[Verdict]:
+        pendings = [self._pending.pop(key) for key in keys]
+        sets = [(self._members[key[0]], pending.by_rank) for key, pending in zip(keys, pendings, strict=True)]
+        error = wording.crossed(keys[0][1], [(members, list(by_rank)) for members, by_rank in sets])
+        return [
+            Verdict(tuple(by_rank), next(iter(by_rank.values())).signature, error=error)
+            for _, by_rank in sets
+        ]
 
+    def _decide_if_complete(self, key: tuple[int, str]) -> list[Verdict]:
+        members = self._members[key[0]]
+        submitted = self._pending[key].by_rank
+        if any(rank not in submitted and rank not in self._joined for rank in members):
+            return []
+        del self._pending[key]
+        return [self._decide(members, submitted)]
 
-def _mismatch_text(members: tuple[int, ...], submitted: dict[int, _Submitted]) -> str:
-    """Every field that differs, with the ranks that hold each of its values."""
-    first = submitted[members[0]].signature
-    fields: dict[str, None] = {}
-    for rank in members:
-        fields.update(dict.fromkeys(first.differences(submitted[rank].signature)))
-    parts = []
-    for name in fields:
-        holders: dict[str, list[int]] = {}
-        for rank in members:
-            value = getattr(submitted[rank].signature, name)
-            holders.setdefault(str(getattr(value, "value", value)), []).append(rank)
-        values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
-        parts.append(f"{name} is {values}")
-    return (
-        f"the ranks disagree about {first.kind.value} {first.name!r}: {'; '.join(parts)}. "
-        "Every rank must submit the same under one name."
-    )
+    def _decide(self, members: tuple[int, ...], submitted: dict[int, Submission]) -> Verdict:
+        present = tuple(rank for rank in members if rank in submitted)
+        absent = tuple(rank for rank in members if rank not in submitted)
+        signature = submitted[present[0]].signature
+        if any(submission.error for submission in submitted.values()):
+            error = wording.invalid({rank: submitted[rank].error for rank in present})
+            return Verdict(present, signature, error=error, invalid=True)
+        if any(submitted[rank].signature != signature for rank in present):
+            error = wording.mismatch({rank: submitted[rank].signature for rank in present})
+            return Verdict(present, signature, error=error)
+        if absent and (signature.kind in _NEEDS_EVERYBODY or signature.root_rank in absent):
+            return Verdict(present, signature, error=wording.absent(absent, signature), invalid=True)
+        extras = submitted[present[0]].extras
+        if signature.kind is Kind.ADD_PROCESS_SET:
+            extras = (self._set_number(signature.shape),)
+            return Verdict(members, signature, extras=(extras,) * len(members))
+        if signature.kind is Kind.REMOVE_PROCESS_SET:
+            return self._remove_set(signature, members)
+        number, new = self._numbers.of(signature)
+        nothing = (0,) * len(extras)
+        by_member = tuple(submitted[r].extras if r in submitted else nothing for r in members)
+        return Verdict(members, signature, number, new, by_member, absent)
 
+    def _set_number(self, ranks: tuple[int, ...]) -> int:
+        """The process set of these ranks, the existing one if there is."""
+        for number, members in self._members.items():
+            if members == ranks:
+                return number
+        number = self._next_set
+        self._next_set += 1
+        self._members[number] = ranks
+        return number
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(r) for r in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    def _remove_set(self, signature: Signature, members: tuple[int, ...]) -> Verdict:
+        (number,) = signature.shape
+        if any(process_set == number for process_set, _ in self._pending):
+            error = f"process set {number} has operations in flight; wait for them before removing it"
+            return Verdict(members, signature, error=error, invalid=True)
+        self._members.pop(number, None)
+        return Verdict(members, signature)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdp.errors import HvdpError
 
-__all__ = ["Handle"]
+__all__ = ["GroupHandle", "Handle"]
 
 
 class Handle:
@@ -61,3 +61,27 @@ class Handle:
         self._error = error
         self._done = True
         self._latch.release()
+
+
+class GroupHandle(Handle):
+    """Several handles as one: done when all are, its result the list of theirs."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        super().__init__("group")
+        self._handles = handles
+        self.complete(None)
+
+    def poll(self) -> bool:
+        return all(handle.poll() for handle in self._handles)
+
+    def wait(self) -> Any:
+        """As Handle's; the first error, once all have ended."""
+        results, errors = [], []
+        for handle in self._handles:
+            try:
+                results.append(handle.wait())
+            except HvdpError as error:  # noqa: PERF203 - the others must end as well
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return results

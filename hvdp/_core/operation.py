@@ -4,44 +4,68 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from hvdp._core.coordinator import Submission
 from hvdp._core.handles import Handle
 from hvdp._core.ops import Kind, Signature
 from hvdp._core.process_sets import Group
 from hvdp.transports.base import Transport
 
-__all__ = ["Operation"]
+if TYPE_CHECKING:
+    from hvdp._core.engine import Engine
+
+__all__ = ["Operation", "Terms"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the members have agreed on beyond the signature.
+
+    Attributes:
+        extras: each member's numbers, in the order of the group.
+        absent: members that have joined: they take part with nothing to give.
+    """
+
+    extras: tuple[tuple[int, ...], ...]
+    absent: tuple[int, ...] = ()
 
 
 class Operation(ABC):
     """One call of one rank: what must agree, what may differ, and what to do once agreed.
 
     Attributes:
-        signature: compared across the members.
-        extras: this rank's numbers that may differ (an allgather's first dimension); every
-            member gets all of them.
-        error: why this rank's arguments are wrong; every member will raise it.
-        batch_key: consecutive operations with one equal key may run as one; None forbids it.
+        submission: the signature, this rank's own numbers, and its own fault if it has one.
+        batch_key: operations agreed on together whose keys are equal may run as one.
     """
 
     kind: ClassVar[Kind]
 
     def __init__(self, signature: Signature, extras: tuple[int, ...] = (), error: str = "") -> None:
-        self.signature = signature
-        self.extras = extras
-        self.error = error
+        self.submission = Submission(signature, extras, error)
         self.handle = Handle(signature.name)
+
+    @property
+    def signature(self) -> Signature:
+        return self.submission.signature
 
     @property
     def batch_key(self) -> Hashable | None:
         return None
 
+    @classmethod
+    def stand_in(cls, signature: Signature, engine: Engine) -> Operation:
+        """What a rank that has joined does in the others' operation: it gives nothing."""
+        raise NotImplementedError(f"{signature.kind.value} needs every rank")
+
     @abstractmethod
-    def execute(self, transport: Transport, group: Group, extras: Sequence[tuple[int, ...]]) -> Any:
+    def execute(self, transport: Transport, group: Group, terms: Terms) -> Any:
         """Run on the engine's thread, on all members at the same place of their order."""
 
     @classmethod
-    def execute_batch(cls, operations: Sequence[Any], transport: Transport, group: Group) -> list[Any]:
-        """Run several operations of one batch key; the results in their order."""
+    def execute_batch(
+        cls, operations: Sequence[Any], transport: Transport, group: Group, terms: Terms
+    ) -> list[Any]:
+        """Run several operations of one batch key and equal terms; the results in their order."""
         raise NotImplementedError

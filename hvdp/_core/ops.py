@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -51,8 +51,14 @@ class Kind(str, Enum):
     ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
     BROADCAST = "broadcast"
+    ALLTOALL = "alltoall"
+    REDUCESCATTER = "reducescatter"
     BARRIER = "barrier"
+    JOIN = "join"
     ALLOCATE = "allocate"
+    BUCKET = "bucket"
+    ADD_PROCESS_SET = "add_process_set"
+    REMOVE_PROCESS_SET = "remove_process_set"
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,10 @@ class Reduction:
     divisor: int = 1
     prescale: float = 1.0
     postscale: float = 1.0
+
+    def over(self, contributors: int) -> Reduction:
+        """The same over so many ranks."""
+        return replace(self, divisor=contributors)
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ class Signature:
     root_rank: int = -1
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
+    device: str = "cpu"
     once: bool = False
 
     def differences(self, other: Signature) -> list[str]:

@@ -1,91 +1,167 @@
-"""From arguments to submitted operations: what every adapter's collectives share."""
+"""From arguments to submitted operations: what every adapter's collectives share.
+
+Data is always a C-contiguous NumPy array; `process_set` is a number that `Engine.group` knows.
+Operations made here are submitted together by `together`, alone by `alone`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
 import numpy as np
 
-from hvdp._core import operations as _operations  # noqa: F401 - the package, before its modules
 from hvdp._core.arrays import Array
 from hvdp._core.engine import Engine
-from hvdp._core.handles import Handle
-from hvdp._core.operations.allgather import Allgather
-from hvdp._core.operations.allreduce import Allreduce
-from hvdp._core.operations.barrier import Barrier
-from hvdp._core.operations.broadcast import Broadcast
-from hvdp._core.ops import ReduceOp
+from hvdp._core.handles import GroupHandle, Handle
+from hvdp._core.operation import Operation
+from hvdp._core.operations import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Barrier,
+    Broadcast,
+    Fault,
+    Join,
+    Reducescatter,
+)
+from hvdp._core.operations.alltoall import checked_splits
+from hvdp._core.ops import Kind, ReduceOp, Signature
 from hvdp._core.runtime import runtime
-from hvdp.errors import InvalidArgumentError
 
-__all__ = ["allgather", "allreduce", "barrier", "broadcast", "workspace", "write_back"]
+__all__ = [
+    "Options",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "alone",
+    "barrier",
+    "broadcast",
+    "faulty",
+    "grouped",
+    "join",
+    "reducescatter",
+]
 
 
-def workspace(tensor: Array) -> Array:
-    """What an in-place operation works on: `tensor` itself, or a copy where it is not contiguous.
+@dataclass(frozen=True)
+class Options:
+    """What collective calls have in common.
 
-    Raises:
-        InvalidArgumentError: not a writable array.
+    Attributes:
+        name: None makes one up, by the order of such calls.
+        once: the name will not come again, so it need not be remembered.
+        device: where the caller's tensor lives; compared between the ranks.
     """
-    if not isinstance(tensor, np.ndarray) or not tensor.flags.writeable:
-        what = "a read-only array" if isinstance(tensor, np.ndarray) else type(tensor).__name__
-        raise InvalidArgumentError(f"an in-place operation needs a writable numpy.ndarray. Received: {what}")
-    return tensor if tensor.flags.c_contiguous else np.array(tensor, order="C")
 
+    name: str | None = None
+    process_set: int = 0
+    device: str = "cpu"
+    once: bool = False
 
-def write_back(tensor: Array, data: Array) -> Array:
-    """Copy the result into `tensor` where `workspace` had to copy; returns `tensor`."""
-    if data is not tensor:
-        tensor[...] = data
-    return tensor
+    def numbered(self, index: int) -> Options:
+        """For one tensor of a group."""
+        return replace(self, name=f"{self.name}.{index}") if self.name else self
 
 
 def allreduce(
-    data: Array,
-    average: bool | None,
-    name: str | None,
-    op: int | None,
-    prescale_factor: float,
-    postscale_factor: float,
-) -> Handle:
-    """In place on `data`, C-contiguous; the handle's result is `data` as one dimension."""
-    engine = runtime.require("allreduce")
-    resolved = ReduceOp.resolve(average, op)
-    full_name, once = _named(engine, "allreduce", name)
-    return engine.submit(
-        Allreduce(
-            full_name,
+    data: Array, op: ReduceOp, prescale_factor: float, postscale_factor: float, options: Options
+) -> Operation:
+    """In place on `data`; the result is `data` as one dimension."""
+    return Allreduce(
+        _signature(
+            Kind.ALLREDUCE,
             data,
-            data.shape,
-            resolved,
-            float(prescale_factor),
-            float(postscale_factor),
-            process_set=0,
-            once=once,
-        )
+            options,
+            op=op.name,
+            prescale_factor=float(prescale_factor),
+            postscale_factor=float(postscale_factor),
+        ),
+        data,
     )
 
 
-def broadcast(data: Array, root_rank: int, name: str | None) -> Handle:
-    """In place on `data`, C-contiguous, which is the handle's result."""
-    engine = runtime.require("broadcast")
-    full_name, once = _named(engine, "broadcast", name)
-    members = engine.group(0).ranks
-    return engine.submit(Broadcast(full_name, data, data.shape, root_rank, 0, members, once))
+def broadcast(data: Array, root_rank: int, options: Options) -> Operation:
+    """In place on `data`, which is the result."""
+    signature = _signature(Kind.BROADCAST, data, options, root_rank=root_rank)
+    return Broadcast(signature, data, _engine(signature.kind).group(options.process_set).ranks)
 
 
-def allgather(data: Array, name: str | None) -> Handle:
-    """Reads `data`, C-contiguous; the handle's result is a new array."""
-    engine = runtime.require("allgather")
-    full_name, once = _named(engine, "allgather", name)
-    return engine.submit(Allgather(full_name, data, 0, once))
+def allgather(data: Array, options: Options) -> Operation:
+    """The result is a new array; a scalar counts as an array of one."""
+    data = data.reshape(1) if data.ndim == 0 else data
+    return Allgather(_signature(Kind.ALLGATHER, data, options, shape=data.shape[1:]), data)
 
 
-def barrier() -> Handle:
-    engine = runtime.require("barrier")
-    return engine.submit(Barrier(engine.unnamed("barrier", 0), 0))
+def alltoall(data: Array, splits: Any, options: Options) -> Operation:
+    """The result is (a new array, rows received from each member)."""
+    data = data.reshape(1) if data.ndim == 0 else data
+    signature = _signature(Kind.ALLTOALL, data, options, shape=data.shape[1:])
+    members = _engine(signature.kind).group(options.process_set).size
+    counts, fault = checked_splits(splits, data.shape[0], members)
+    return Alltoall(signature, data, counts, fault)
 
 
-def _named(engine: Engine, kind: str, name: str | None) -> tuple[str, bool]:
-    """The name, prefixed by its kind as Horovod does, and whether it was made up."""
-    if name is None:
-        return engine.unnamed(kind, 0), True
-    return f"{kind}.{name}", False
+def reducescatter(
+    data: Array, op: ReduceOp, prescale_factor: float, postscale_factor: float, options: Options
+) -> Operation:
+    """The result is a new array with this member's rows."""
+    return Reducescatter(
+        _signature(
+            Kind.REDUCESCATTER,
+            data,
+            options,
+            op=op.name,
+            prescale_factor=float(prescale_factor),
+            postscale_factor=float(postscale_factor),
+        ),
+        data,
+    )
+
+
+def barrier(process_set: int = 0) -> None:
+    """Return on no member before all have called."""
+    engine = _engine(Kind.BARRIER)
+    engine.group(process_set)
+    engine.run(Barrier(engine.unnamed("barrier", process_set), process_set))
+
+
+def join() -> int:
+    """See `hvdp.join`."""
+    rank = _engine(Kind.JOIN).run(Join())
+    assert isinstance(rank, int)
+    return rank
+
+
+def faulty(kind: Kind, options: Options, fault: str) -> Operation:
+    """Takes the place of a call whose arguments are wrong here, so that every member raises."""
+    return Fault(_signature(kind, np.empty(0, np.uint8), options), fault)
+
+
+def alone(operation: Operation) -> Handle:
+    """Submit one operation."""
+    return _engine(operation.kind).submit(operation)[0]
+
+
+def grouped(operations: Sequence[Operation]) -> GroupHandle:
+    """Submit several operations at once; the result is the list of theirs."""
+    if not operations:
+        return GroupHandle([])
+    return GroupHandle(_engine(operations[0].kind).submit(*operations))
+
+
+def _engine(kind: Kind) -> Engine:
+    return runtime.require(kind.value)
+
+
+def _signature(kind: Kind, data: Array, options: Options, **fields: Any) -> Signature:
+    engine = _engine(kind)
+    engine.group(options.process_set)
+    name, once = f"{kind.value}.{options.name}", options.once
+    if options.name is None:
+        name, once = engine.unnamed(kind.value, options.process_set), True
+    fields = {"shape": data.shape} | fields
+    return Signature(
+        kind, name, options.process_set, data.dtype.name, device=options.device, once=once, **fields
+    )

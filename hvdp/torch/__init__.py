@@ -8,52 +8,73 @@ from hvdp import (
     Max,
     Min,
     MismatchError,
+    ProcessSet,
     Product,
     Sum,
     __version__,
+    add_process_set,
     allgather_object,
     barrier,
     broadcast_object,
     cross_rank,
     cross_size,
+    global_process_set,
     init,
     is_homogeneous,
     is_initialized,
+    join,
     local_rank,
     local_size,
+    poll,
     rank,
+    remove_process_set,
     shutdown,
     size,
-)
-from hvdp.torch.collectives import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    poll,
     synchronize,
 )
+from hvdp.torch.collectives import Compression
+from hvdp.torch.collectives import collectives as _collectives
 from hvdp.torch.optimizer import DistributedOptimizer
 from hvdp.torch.state import broadcast_optimizer_state, broadcast_parameters
+
+allgather = _collectives.allgather
+allgather_async = _collectives.allgather_async
+allreduce = _collectives.allreduce
+allreduce_ = _collectives.allreduce_
+allreduce_async = _collectives.allreduce_async
+allreduce_async_ = _collectives.allreduce_async_
+alltoall = _collectives.alltoall
+alltoall_async = _collectives.alltoall_async
+broadcast = _collectives.broadcast
+broadcast_ = _collectives.broadcast_
+broadcast_async = _collectives.broadcast_async
+broadcast_async_ = _collectives.broadcast_async_
+grouped_allgather = _collectives.grouped_allgather
+grouped_allgather_async = _collectives.grouped_allgather_async
+grouped_allreduce = _collectives.grouped_allreduce
+grouped_allreduce_ = _collectives.grouped_allreduce_
+grouped_allreduce_async = _collectives.grouped_allreduce_async
+grouped_allreduce_async_ = _collectives.grouped_allreduce_async_
+grouped_reducescatter = _collectives.grouped_reducescatter
+grouped_reducescatter_async = _collectives.grouped_reducescatter_async
+reducescatter = _collectives.reducescatter
+reducescatter_async = _collectives.reducescatter_async
 
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
     "HvdpError",
     "Max",
     "Min",
     "MismatchError",
+    "ProcessSet",
     "Product",
     "Sum",
     "__version__",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -61,6 +82,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -71,13 +94,26 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
+    "global_process_set",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
     "synchronize",

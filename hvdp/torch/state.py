@@ -13,7 +13,7 @@ from hvdp._core.buckets import ParameterSpec
 from hvdp._core.objects import broadcast_object
 from hvdp._core.runtime import runtime
 from hvdp.torch._arrays import dtype_name
-from hvdp.torch.collectives import broadcast_async_
+from hvdp.torch.collectives import collectives
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -46,7 +46,9 @@ def broadcast_parameters(
 
 
 def _broadcast_all(tensors: list[torch.Tensor], root_rank: int, label: str) -> None:
-    handles = [broadcast_async_(tensor, root_rank, f"{label}.{i}") for i, tensor in enumerate(tensors)]
+    handles = [
+        collectives.broadcast_async_(tensor, root_rank, f"{label}.{i}") for i, tensor in enumerate(tensors)
+    ]
     for handle in handles:
         handle.wait()
 

@@ -1,7 +1,7 @@
 """The contract of a transport, and buffers that it may allocate.
 
 A transport moves flat, C-contiguous, one-dimensional arrays between the members of a
-group. Every method except `close` is collective: all members of the group call it in the
+group. Every method but the last three is collective: all members of the group call it in the
 same order with fitting arguments, which the control plane has made sure of beforehand.
 One thread, the engine's, calls all of them.
 """
@@ -82,8 +82,24 @@ class Transport(ABC):
         """Concatenate the members' `data` (uint8, `counts[index]` bytes) into `out`, in member order."""
 
     @abstractmethod
+    def alltoall(self, group: Group, data: Array, out: Array, counts: Sequence[Sequence[int]]) -> None:
+        """Exchange bytes: counts[i][j] of them go from member i to member j.
+
+        `data` and `out` (uint8) hold what this member sends, and receives, in member order.
+        """
+
+    @abstractmethod
+    def reducescatter(
+        self, group: Group, data: Array, out: Array, counts: Sequence[int], reduction: Reduction
+    ) -> None:
+        """Reduce `data` over the members; member i gets the i-th counts[i] items in `out`."""
+
+    @abstractmethod
     def barrier(self, group: Group) -> None:
         """Return on no member before all have called."""
+
+    def forget(self, group: Group) -> None:  # noqa: B027 - most have nothing to forget
+        """The group will not be used again."""
 
     @abstractmethod
     def close(self) -> None:

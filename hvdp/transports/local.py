@@ -26,6 +26,14 @@ class LocalTransport(Transport):
     def allgather(self, group: Group, data: Array, out: Array, counts: Sequence[int]) -> None:
         out[...] = data
 
+    def alltoall(self, group: Group, data: Array, out: Array, counts: Sequence[Sequence[int]]) -> None:
+        out[...] = data
+
+    def reducescatter(
+        self, group: Group, data: Array, out: Array, counts: Sequence[int], reduction: Reduction
+    ) -> None:
+        reduce_into(out, [data], reduction)
+
     def barrier(self, group: Group) -> None:
         pass
 

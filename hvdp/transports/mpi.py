@@ -131,37 +131,64 @@ class MpiTransport(Transport):
             _failed = True
             raise
 
+    def _is_native(self, data: Array, reduction: Reduction) -> bool:
+        """Whether MPI has the type, and exact integers need nothing that MPI does not do."""
+        plain = reduction.op is not Average and reduction.prescale == reduction.postscale == 1.0
+        return data.dtype not in _NOT_MPI_TYPES and (plain or data.dtype.kind not in "iu")
+
+    def _scaled(self, data: Array, reduction: Reduction) -> Array:
+        """In place. Divided before the sum, an average cannot overflow inside MPI."""
+        return _scale(data, reduction.prescale / (reduction.divisor if reduction.op is Average else 1))
+
     def allreduce(self, group: Group, data: Array, reduction: Reduction) -> None:
-        exact = reduction.op is Average or reduction.prescale != 1.0 or reduction.postscale != 1.0
-        if data.dtype in _NOT_MPI_TYPES or (exact and data.dtype.kind in "iu"):
+        if not self._is_native(data, reduction):
             self._allreduce_by_shards(group, data, reduction)
             return
-        # Divided before the sum, an average cannot overflow inside MPI.
-        scale = reduction.prescale / (reduction.divisor if reduction.op is Average else 1)
-        if scale != 1.0:
-            np.multiply(data, data.dtype.type(scale), out=data)
+        self._scaled(data, reduction)
         op = self._ops[reduction.op]
         self._wait(self._comm(group).Iallreduce(self._MPI.IN_PLACE, data, op), data.nbytes)
-        if reduction.postscale != 1.0:
-            np.multiply(data, data.dtype.type(reduction.postscale), out=data)
+        _scale(data, reduction.postscale)
 
     def _allreduce_by_shards(self, group: Group, data: Array, reduction: Reduction) -> None:
-        comm, size = self._comm(group), group.size
-        step = -(-data.size // size)
-        counts = [max(0, min(step, data.size - i * step)) * data.itemsize for i in range(size)]
-        mine = counts[group.index]
-        gathered = np.empty((size, mine), np.uint8)
-        raw = as_bytes(data)
-        self._wait(comm.Ialltoallv([raw, counts], [gathered, [mine] * size]), data.nbytes)
-        shard = np.empty(mine // data.itemsize, data.dtype)
-        reduce_into(shard, [row.view(data.dtype) for row in gathered], reduction)
-        self._wait(comm.Iallgatherv(as_bytes(shard), [raw, counts]), data.nbytes)
+        step = -(-data.size // group.size)
+        counts = [max(0, min(step, data.size - index * step)) for index in range(group.size)]
+        shard = np.empty(counts[group.index], data.dtype)
+        reduce_into(shard, self._gather_shards(group, data, counts), reduction)
+        self.allgather(group, as_bytes(shard), as_bytes(data), [count * data.itemsize for count in counts])
+
+    def _gather_shards(self, group: Group, data: Array, counts: Sequence[int]) -> list[Array]:
+        """All members' items of this member's shard, in member order."""
+        shards = np.empty((group.size, counts[group.index]), data.dtype)
+        nbytes = [count * data.itemsize for count in counts]
+        self.alltoall(group, as_bytes(data), as_bytes(shards), [nbytes] * group.size)
+        return list(shards)
 
     def broadcast(self, group: Group, data: Array, root: int) -> None:
         self._wait(self._comm(group).Ibcast(data, root), data.nbytes)
 
     def allgather(self, group: Group, data: Array, out: Array, counts: Sequence[int]) -> None:
         self._wait(self._comm(group).Iallgatherv(data, [out, list(counts)]), out.nbytes)
+
+    def alltoall(self, group: Group, data: Array, out: Array, counts: Sequence[Sequence[int]]) -> None:
+        received = [row[group.index] for row in counts]
+        request = self._comm(group).Ialltoallv([data, list(counts[group.index])], [out, received])
+        self._wait(request, data.nbytes + out.nbytes)
+
+    def reducescatter(
+        self, group: Group, data: Array, out: Array, counts: Sequence[int], reduction: Reduction
+    ) -> None:
+        if not self._is_native(data, reduction):
+            reduce_into(out, self._gather_shards(group, data, counts), reduction)
+            return
+        data = self._scaled(data.copy(), reduction)
+        op = self._ops[reduction.op]
+        self._wait(self._comm(group).Ireduce_scatter(data, out, list(counts), op), data.nbytes)
+        _scale(out, reduction.postscale)
+
+    def forget(self, group: Group) -> None:
+        comm = self._comms.pop(group.number, None)
+        if comm is not None:
+            comm.Free()
 
     def barrier(self, group: Group) -> None:
         self._wait(self._comm(group).Ibarrier(), 0)
@@ -171,3 +198,9 @@ class MpiTransport(Transport):
             with contextlib.suppress(self._MPI.Exception):
                 for comm in [*self._comms.values(), self._world]:
                     comm.Free()
+
+
+def _scale(data: Array, factor: float) -> Array:
+    if factor != 1.0:
+        np.multiply(data, data.dtype.type(factor), out=data)
+    return data

@@ -18,6 +18,7 @@ import platform
 import threading
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,11 @@ def _shards(count: int, members: int, itemsize: int) -> list[tuple[int, int]]:
     """Element ranges by member, cut at cache lines so that no two members write to one."""
     step = _round_up(-(-count // members), max(1, _CACHE_LINE // itemsize))
     return [(min(i * step, count), min((i + 1) * step, count)) for i in range(members)]
+
+
+def _offsets(counts: Sequence[int]) -> list[int]:
+    """Where each part begins, and where the last one ends."""
+    return [0, *accumulate(counts)]
 
 
 class _SharedBuffer(Buffer):
@@ -248,7 +254,7 @@ class ShmTransport(Transport):
                 np.copyto(chunk, stage)
 
     def allgather(self, group: Group, data: Array, out: Array, counts: Sequence[int]) -> None:
-        starts = np.concatenate(([0], np.cumsum(counts)))
+        starts = _offsets(counts)
         parts = [out[starts[i] : starts[i + 1]] for i in range(group.size)]
         np.copyto(parts[group.index], data)
         if group.size == 1:
@@ -264,6 +270,52 @@ class ShmTransport(Transport):
                 chunk = part[lo : lo + _STAGE_BYTES]
                 if index != group.index:
                     np.copyto(chunk, stages[index][: chunk.size])
+
+    def alltoall(self, group: Group, data: Array, out: Array, counts: Sequence[Sequence[int]]) -> None:
+        """In rounds: in round r member i stages what it has for member i + r."""
+        me, size = group.index, group.size
+        sends, receives = _offsets(counts[me]), _offsets([row[me] for row in counts])
+        np.copyto(out[receives[me] : receives[me + 1]], data[sends[me] : sends[me + 1]])
+        for shift in range(1, size):
+            room = self._room(group)
+            to, source = (me + shift) % size, (me - shift) % size
+            sending, receiving = data[sends[to] : sends[to + 1]], out[receives[source] : receives[source + 1]]
+            for lo in range(0, max(counts[i][(i + shift) % size] for i in range(size)), _STAGE_BYTES):
+                stages = room.next_stages()
+                chunk = sending[lo : lo + _STAGE_BYTES]
+                np.copyto(stages[me][: chunk.size], chunk)
+                room.signal()
+                room.wait()
+                chunk = receiving[lo : lo + _STAGE_BYTES]
+                np.copyto(chunk, stages[source][: chunk.size])
+
+    def reducescatter(
+        self, group: Group, data: Array, out: Array, counts: Sequence[int], reduction: Reduction
+    ) -> None:
+        """By chunks that hold an equal share for every member, so that all work all the time."""
+        me, size, itemsize = group.index, group.size, data.itemsize
+        if size == 1:
+            reduce_into(out, [data], reduction)
+            return
+        room = self._room(group)
+        starts = _offsets(counts)
+        share = _STAGE_BYTES // size // _CACHE_LINE * _CACHE_LINE // itemsize
+        for lo in range(0, max(counts), share):
+            stages = [stage.view(data.dtype) for stage in room.next_stages()]
+            for index in range(size):
+                part = data[starts[index] + lo : min(starts[index] + lo + share, starts[index + 1])]
+                if index != me:
+                    np.copyto(stages[me][index * share : index * share + part.size], part)
+            room.signal()
+            room.wait()
+            mine = data[starts[me] + lo : min(starts[me] + lo + share, starts[me + 1])]
+            for first, last in pieces(0, mine.size, itemsize):
+                parts = [stage[me * share + first : me * share + last] for stage in stages]
+                parts[me] = mine[first:last]
+                reduce_into(out[lo + first : lo + last], parts, reduction)
+
+    def forget(self, group: Group) -> None:
+        self._rooms.pop(group.number, None)
 
     def barrier(self, group: Group) -> None:
         if group.size > 1:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from hvdp._core.arrays import Array, as_bytes, check_dtype
-from hvdp._core.operation import Operation
+from hvdp._core.arrays import Array, as_bytes, dtype_named
+from hvdp._core.operation import Operation, Terms
+from hvdp._core.operations.checks import dtype_fault
 from hvdp._core.ops import Kind, Signature
 from hvdp._core.process_sets import Group
-from hvdp.errors import InvalidArgumentError
 from hvdp.transports.base import Transport
 
 __all__ = ["Allgather"]
@@ -20,27 +20,23 @@ __all__ = ["Allgather"]
 class Allgather(Operation):
     """Reads `data`, C-contiguous; first dimensions may differ, the others may not.
 
-    The result is a new array of shape (sum of first dimensions, *rest), in rank order. A
-    scalar counts as an array of one.
+    The result is a new array of shape (sum of first dimensions, *rest), in rank order. The
+    signature's shape is the rest; the first dimension travels as an extra number.
     """
 
-    def __init__(self, name: str, data: Array, process_set: int, once: bool = False) -> None:
-        self.data = data.reshape(1) if data.ndim == 0 else data
-        error = ""
-        try:
-            check_dtype(data.dtype, f"allgather {name!r}")
-        except InvalidArgumentError as fault:
-            error = str(fault)
-        rows, *rest = self.data.shape
-        super().__init__(
-            Signature(Kind.ALLGATHER, name, process_set, data.dtype.name, tuple(rest), once=once),
-            extras=(rows,),
-            error=error,
-        )
+    kind = Kind.ALLGATHER
 
-    def execute(self, transport: Transport, group: Group, extras: Sequence[tuple[int, ...]]) -> Array:
+    def __init__(self, signature: Signature, data: Array) -> None:
+        self.data = data
+        super().__init__(signature, (data.shape[0],), dtype_fault(data.dtype))
+
+    @classmethod
+    def stand_in(cls, signature: Signature, engine: Any) -> Allgather:
+        return cls(signature, np.empty((0, *signature.shape), dtype_named(signature.dtype)))
+
+    def execute(self, transport: Transport, group: Group, terms: Terms) -> Array:
         rest = self.data.shape[1:]
-        rows = [row_count for (row_count,) in extras]
+        rows = [row_count for (row_count,) in terms.extras]
         out = np.empty((sum(rows), *rest), self.data.dtype)
         if out.size:
             row_bytes = math.prod(rest) * out.itemsize

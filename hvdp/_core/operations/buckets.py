@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from hvdp._core.operation import Operation
+from hvdp._core.arrays import dtype_named
+from hvdp._core.operation import Operation, Terms
 from hvdp._core.ops import Kind, ReduceOp, Reduction, Signature
 from hvdp._core.process_sets import Group
 from hvdp.transports.base import Buffer, Transport
@@ -16,26 +14,52 @@ __all__ = ["Allocate", "ReduceBucket"]
 
 
 class Allocate(Operation):
-    """The result is a zeroed Buffer of `nbytes` bytes on every member."""
+    """The result is a zeroed Buffer of `nbytes` bytes on every member, known to the engine by name."""
 
-    def __init__(self, name: str, nbytes: int, process_set: int) -> None:
-        super().__init__(Signature(Kind.ALLOCATE, name, process_set, shape=(nbytes,), once=True))
+    kind = Kind.ALLOCATE
 
-    def execute(self, transport: Transport, group: Group, extras: Sequence[tuple[int, ...]]) -> Buffer:
-        return transport.allocate(group, self.signature.shape[0])
+    def __init__(self, name: str, nbytes: int, process_set: int, engine: Any, adopted: bool = False) -> None:
+        self._engine = engine
+        self._adopted = adopted
+        super().__init__(
+            Signature(Kind.ALLOCATE, f"{name}.allocate", process_set, shape=(nbytes,), once=True)
+        )
+        self._name = name
+
+    @classmethod
+    def stand_in(cls, signature: Signature, engine: Any) -> Allocate:
+        name = signature.name.removesuffix(".allocate")
+        return cls(name, signature.shape[0], signature.process_set, engine, adopted=True)
+
+    def execute(self, transport: Transport, group: Group, terms: Terms) -> Buffer:
+        buffer = transport.allocate(group, self.signature.shape[0])
+        self._engine.buffers[self._name] = buffer
+        if self._adopted:
+            self._engine.adopt(buffer)
+        return buffer
 
 
 class ReduceBucket(Operation):
-    """Allreduce the first `count` items of a Buffer that all members allocated together."""
+    """Allreduce the first items of a Buffer that all members allocated together under this name."""
 
-    def __init__(
-        self, name: str, buffer: Buffer, dtype: np.dtype[Any], count: int, op: ReduceOp, process_set: int
-    ) -> None:
-        self.buffer = buffer
-        self.dtype = dtype
-        self.op = op
-        super().__init__(Signature(Kind.ALLREDUCE, name, process_set, dtype.name, (count,), op.name))
+    kind = Kind.BUCKET
 
-    def execute(self, transport: Transport, group: Group, extras: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, signature: Signature, buffer: Buffer) -> None:
+        self._buffer = buffer
+        super().__init__(signature)
+
+    @classmethod
+    def stand_in(cls, signature: Signature, engine: Any) -> ReduceBucket:
+        buffer = engine.buffers[signature.name]
+        buffer.data[...] = 0
+        return cls(signature, buffer)
+
+    def execute(self, transport: Transport, group: Group, terms: Terms) -> None:
         (count,) = self.signature.shape
-        transport.reduce_buffer(group, self.buffer, self.dtype, count, Reduction(self.op, group.size))
+        reduction = Reduction(
+            ReduceOp[self.signature.op],
+            group.size - len(terms.absent),
+            self.signature.prescale_factor,
+            self.signature.postscale_factor,
+        )
+        transport.reduce_buffer(group, self._buffer, dtype_named(self.signature.dtype), count, reduction)

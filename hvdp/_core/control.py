@@ -1,0 +1,194 @@
+"""One rank's side of the control plane: links, the coordinator on rank 0, and what goes over them.
+
+Driven by the engine's thread alone; only `wake` may be called by others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+from collections.abc import Callable
+from itertools import groupby
+
+from hvdp._core import messages
+from hvdp._core.coordinator import Coordinator, Submission, Verdict
+from hvdp._core.messages import Notice
+from hvdp._core.ops import Signature
+from hvdp._core.rendezvous import Meeting
+from hvdp._core.wire import decode, encode
+from hvdp.errors import HorovodInternalError
+
+__all__ = ["ControlPlane"]
+
+
+class ControlPlane:
+    """Sends submissions to rank 0 and hands the verdicts to `deliver`, frame by frame.
+
+    Args:
+        deliver: called with the notices of one frame, which all members get alike.
+        departed: called on the members when rank 0 has left.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        cache_capacity: int,
+        deliver: Callable[[list[Notice]], None],
+        departed: Callable[[int, str], None],
+    ) -> None:
+        self._deliver = deliver
+        self._departed = departed
+        self._links = dict(meeting.links)
+        self.coordinator: Coordinator | None = None
+        if meeting.topology.rank == 0:
+            self.coordinator = Coordinator(meeting.topology.size, cache_capacity)
+        self._verdicts: list[Verdict] = []
+        self._numbers: dict[Signature, int] = {}
+        self._signatures: dict[int, Signature] = {}
+        self._known = bytearray(b"s")
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
+        for rank, link in self._links.items():
+            self._selector.register(link, selectors.EVENT_READ, rank)
+
+    def wake(self) -> None:
+        """End a `listen` in another thread. The caller sees to it that `close` does not run meanwhile."""
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def listen(self, timeout: float | None) -> None:
+        """Wait up to so many seconds for a word or a `wake`, and take what came.
+
+        Raises:
+            HorovodInternalError: a rank has died, or told us that the job failed.
+        """
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                os.eventfd_read(self._wake_fd)
+            elif key.data in self._links:
+                self._hear(key.data)
+
+    def submit(self, submission: Submission) -> None:
+        """Sent with the next `flush`, together with others."""
+        if self.coordinator is not None:
+            self._verdicts += self.coordinator.submit(0, submission)
+            return
+        number = self._numbers.get(submission.signature, -1)
+        if number >= 0 and not submission.error:
+            self._known += messages.pack_known(number, submission.extras)
+        else:
+            self._flush_known()
+            self._send(0, messages.submission_frame(submission))
+
+    def flush(self) -> None:
+        """Send everything that waits, and deliver rank 0's own verdicts."""
+        self._flush_known()
+        verdicts, self._verdicts = self._verdicts, []
+        for members, run in groupby(verdicts, key=lambda verdict: verdict.members):
+            self._announce(members, messages.verdict_frame(list(run)))
+        for rank, link in list(self._links.items()):
+            if link.backlog:
+                self._send(rank, None)
+            self._watch(rank)
+
+    def goodbye(self, reason: str) -> None:
+        self._last_word(encode(b"G", reason))
+
+    def abort(self, rank: int, text: str) -> None:
+        """Tell everybody that the job has failed, and who failed first."""
+        self._last_word(encode(b"A", [rank, text]))
+
+    def close(self) -> None:
+        self._selector.close()
+        for link in self._links.values():
+            link.close()
+        os.close(self._wake_fd)
+        self._wake_fd = -1
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors without a word to the peers."""
+        self._selector.close()
+        for link in self._links.values():
+            link.sock.close()
+
+    def _announce(self, members: tuple[int, ...], frame: bytes) -> None:
+        for member in members:
+            if member != 0:
+                self._send(member, frame)
+        if 0 in members:
+            self._take_verdicts(frame)
+
+    def _hear(self, peer: int) -> None:
+        try:
+            frames = self._links[peer].receive()
+        except ConnectionError:
+            # Closed without a goodbye.
+            self._drop(peer)
+            text = f"rank {peer} died: its process ended without leaving the job"
+            raise HorovodInternalError(text, peer) from None
+        for frame in frames:
+            self._take(peer, frame)
+
+    def _take(self, peer: int, frame: bytes) -> None:
+        tag = frame[:1]
+        if tag in b"sS" and self.coordinator is not None:
+            for submission in messages.read_submission(frame, self.coordinator.signature):
+                self._verdicts += self.coordinator.submit(peer, submission)
+        elif tag in b"vV":
+            self._take_verdicts(frame)
+        elif tag == b"G":
+            self._drop(peer)
+            reason = decode(frame)
+            if self.coordinator is not None:
+                self._verdicts += self.coordinator.leave(peer, reason)
+            else:
+                self._departed(peer, reason)
+        elif tag == b"A":
+            rank, text = decode(frame)
+            raise HorovodInternalError(text, rank)
+
+    def _take_verdicts(self, frame: bytes) -> None:
+        notices = messages.read_verdicts(frame, self._signatures.__getitem__)
+        for notice in notices:
+            if notice.number >= 0:
+                self._numbers[notice.signature] = notice.number
+                self._signatures[notice.number] = notice.signature
+        self._deliver(notices)
+
+    def _flush_known(self) -> None:
+        if len(self._known) > 1:
+            self._send(0, bytes(self._known))
+            del self._known[1:]
+
+    def _send(self, peer: int, frame: bytes | None) -> None:
+        """Send a frame, or what is left of earlier ones; nothing to a rank that has left."""
+        link = self._links.get(peer)
+        if link is None:
+            return
+        try:
+            if frame is None:
+                link.flush()
+            else:
+                link.send(frame)
+        except ConnectionError:
+            # What the peer said last is still to be read, and tells why.
+            self._hear(peer)
+
+    def _watch(self, rank: int) -> None:
+        link = self._links.get(rank)
+        if link is not None:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.backlog else 0)
+            if self._selector.get_key(link).events != events:
+                self._selector.modify(link, events, rank)
+
+    def _drop(self, peer: int) -> None:
+        link = self._links.pop(peer)
+        self._selector.unregister(link)
+        link.close()
+
+    def _last_word(self, frame: bytes) -> None:
+        for link in self._links.values():
+            with contextlib.suppress(ConnectionError):
+                link.send(frame)

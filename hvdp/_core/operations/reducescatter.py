@@ -1,0 +1,52 @@
+"""Reduce over the members, and leave each with its share of the rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hvdp._core.arrays import Array, dtype_named
+from hvdp._core.operation import Operation, Terms
+from hvdp._core.operations.checks import dtype_fault, reduction_fault
+from hvdp._core.ops import Adasum, Kind, ReduceOp, Reduction, Signature
+from hvdp._core.process_sets import Group
+from hvdp.transports.base import Transport
+
+__all__ = ["Reducescatter"]
+
+
+class Reducescatter(Operation):
+    """Reads `data`, C-contiguous, of the same shape on all members.
+
+    The result is a new array with this member's rows; where the first dimension does not
+    divide by the size, the first members get one row more.
+    """
+
+    kind = Kind.REDUCESCATTER
+
+    def __init__(self, signature: Signature, data: Array) -> None:
+        self.data = data
+        op = ReduceOp[signature.op]
+        self.reduction = Reduction(op, 1, signature.prescale_factor, signature.postscale_factor)
+        error = dtype_fault(data.dtype) or reduction_fault(signature.dtype, op)
+        if not signature.shape:
+            error = "reducescatter needs at least one dimension to scatter along. Received: a scalar"
+        if op is Adasum:
+            error = "reducescatter has no op Adasum, which needs whole tensors; use allreduce"
+        super().__init__(signature, error=error)
+
+    @classmethod
+    def stand_in(cls, signature: Signature, engine: Any) -> Reducescatter:
+        return cls(signature, np.zeros(signature.shape, dtype_named(signature.dtype)))
+
+    def execute(self, transport: Transport, group: Group, terms: Terms) -> Array:
+        rows, *rest = self.data.shape
+        shares = [rows // group.size + (index < rows % group.size) for index in range(group.size)]
+        out = np.empty((shares[group.index], *rest), self.data.dtype)
+        if self.data.size:
+            counts = [share * math.prod(rest) for share in shares]
+            reduction = self.reduction.over(group.size - len(terms.absent))
+            transport.reducescatter(group, self.data.reshape(-1), out.reshape(-1), counts, reduction)
+        return out

@@ -1,0 +1,252 @@
+"""allreduce and reducescatter, single and grouped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hvdp._core import submit
+from hvdp._core.compression import Compressor, NoCompressor
+from hvdp._core.handles import Handle
+from hvdp._core.operation import Operation
+from hvdp._core.ops import Average, Kind, ReduceOp
+from hvdp.collectives.tensors import OnTensors, T
+from hvdp.process_sets import ProcessSet, global_process_set
+
+__all__ = ["Reductions", "no_compression"]
+
+no_compression = NoCompressor()
+
+_Build = Callable[[T, submit.Options], Operation]
+
+
+class Reductions(OnTensors[T]):
+    def allreduce(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        compression: Compressor = no_compression,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
+        """Reduce over the members into a new tensor of the same shape and dtype.
+
+        Args:
+            average: the older way to say `op`: True is Average, False is Sum.
+            compression: how the values travel: Compression.none, .fp16 or .bf16.
+            op: Average (default), Sum, Min, Max, Product or Adasum.
+            prescale_factor, postscale_factor: each rank's values are multiplied before, the
+                result after.
+        """
+        small, context = compression.compress(tensor)
+        handle = self.allreduce_async(
+            small, average, name, op, prescale_factor, postscale_factor, process_set
+        )
+        result: T = compression.decompress(handle.wait(), context)
+        return result
+
+    def allreduce_async(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Handle:
+        """`allreduce` that returns a handle; `tensor` may be reused at once."""
+        build = self._new(average, op, prescale_factor, postscale_factor)
+        options = self._options(tensor, name, process_set)
+        return submit.alone(self._one(Kind.ALLREDUCE, tensor, options, build))
+
+    def allreduce_(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
+        """`allreduce` in place."""
+        result: T = self.allreduce_async_(
+            tensor, average, name, op, prescale_factor, postscale_factor, process_set
+        ).wait()
+        return result
+
+    def allreduce_async_(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Handle:
+        """`allreduce_` that returns a handle."""
+        build = self._in_place(average, op, prescale_factor, postscale_factor)
+        options = self._options(tensor, name, process_set)
+        return submit.alone(self._one(Kind.ALLREDUCE, tensor, options, build))
+
+    def grouped_allreduce(
+        self,
+        tensors: Sequence[T],
+        average: bool | None = None,
+        name: str | None = None,
+        compression: Compressor = no_compression,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[T]:
+        """`allreduce` of several tensors at once, which saves time where they are small."""
+        pairs = [compression.compress(tensor) for tensor in tensors]
+        handle = self.grouped_allreduce_async(
+            [small for small, _ in pairs], average, name, op, prescale_factor, postscale_factor, process_set
+        )
+        contexts = [context for _, context in pairs]
+        return [compression.decompress(r, c) for r, c in zip(handle.wait(), contexts, strict=True)]
+
+    def grouped_allreduce_async(
+        self,
+        tensors: Sequence[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Handle:
+        """`grouped_allreduce` that returns one handle; the tensors may be reused at once."""
+        build = self._new(average, op, prescale_factor, postscale_factor)
+        return submit.grouped(self._each(Kind.ALLREDUCE, tensors, name, process_set, build))
+
+    def grouped_allreduce_(
+        self,
+        tensors: Sequence[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[T]:
+        """`grouped_allreduce` in place."""
+        results: list[T] = self.grouped_allreduce_async_(
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set
+        ).wait()
+        return results
+
+    def grouped_allreduce_async_(
+        self,
+        tensors: Sequence[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Handle:
+        """`grouped_allreduce_` that returns one handle."""
+        build = self._in_place(average, op, prescale_factor, postscale_factor)
+        return submit.grouped(self._each(Kind.ALLREDUCE, tensors, name, process_set, build))
+
+    def reducescatter(
+        self,
+        tensor: T,
+        name: str | None = None,
+        compression: Compressor = no_compression,
+        op: int = Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> T:
+        """Reduce over the members, and return this member's rows of the result.
+
+        The first dimension is cut in member order; where it does not divide by the number of
+        members, the first ones get one row more.
+
+        Args:
+            op: as for allreduce, without Adasum.
+        """
+        small, context = compression.compress(tensor)
+        handle = self.reducescatter_async(small, name, op, process_set, prescale_factor, postscale_factor)
+        result: T = compression.decompress(handle.wait(), context)
+        return result
+
+    def reducescatter_async(
+        self,
+        tensor: T,
+        name: str | None = None,
+        op: int = Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> Handle:
+        """`reducescatter` that returns a handle."""
+        build = self._scattered(op, prescale_factor, postscale_factor)
+        options = self._options(tensor, name, process_set)
+        return submit.alone(self._one(Kind.REDUCESCATTER, tensor, options, build))
+
+    def grouped_reducescatter(
+        self,
+        tensors: Sequence[T],
+        name: str | None = None,
+        compression: Compressor = no_compression,
+        op: int = Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[T]:
+        """`reducescatter` of several tensors at once."""
+        pairs = [compression.compress(tensor) for tensor in tensors]
+        handle = self.grouped_reducescatter_async(
+            [small for small, _ in pairs], name, op, process_set, prescale_factor, postscale_factor
+        )
+        contexts = [context for _, context in pairs]
+        return [compression.decompress(r, c) for r, c in zip(handle.wait(), contexts, strict=True)]
+
+    def grouped_reducescatter_async(
+        self,
+        tensors: Sequence[T],
+        name: str | None = None,
+        op: int = Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> Handle:
+        """`grouped_reducescatter` that returns one handle."""
+        build = self._scattered(op, prescale_factor, postscale_factor)
+        return submit.grouped(self._each(Kind.REDUCESCATTER, tensors, name, process_set, build))
+
+    def _new(self, average: bool | None, op: int | None, prescale: float, postscale: float) -> _Build[T]:
+        def build(tensor: T, options: submit.Options) -> Operation:
+            data = self._tensors.copied(tensor)
+            operation = submit.allreduce(data, ReduceOp.resolve(average, op), prescale, postscale, options)
+            operation.handle.then(lambda _: self._tensors.made(data, tensor))
+            return operation
+
+        return build
+
+    def _in_place(self, average: bool | None, op: int | None, prescale: float, postscale: float) -> _Build[T]:
+        def build(tensor: T, options: submit.Options) -> Operation:
+            data = self._tensors.writable(tensor)
+            operation = submit.allreduce(data, ReduceOp.resolve(average, op), prescale, postscale, options)
+            operation.handle.then(lambda _: self._tensors.written(tensor, data))
+            return operation
+
+        return build
+
+    def _scattered(self, op: int, prescale: float, postscale: float) -> _Build[T]:
+        def build(tensor: T, options: submit.Options) -> Operation:
+            data = self._tensors.shared(tensor)
+            operation = submit.reducescatter(data, ReduceOp.check(op), prescale, postscale, options)
+            operation.handle.then(lambda out: self._tensors.made(out, tensor))
+            return operation
+
+        return build

@@ -1,0 +1,76 @@
+"""What an adapter tells about its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from hvdp._core import submit
+from hvdp._core.arrays import Array
+from hvdp._core.operation import Operation
+from hvdp._core.ops import Kind
+from hvdp._core.submit import Options
+from hvdp.errors import InvalidArgumentError
+from hvdp.process_sets import ProcessSet
+
+__all__ = ["OnTensors", "T", "Tensors"]
+
+T = TypeVar("T")
+
+
+class Tensors(Protocol[T]):
+    """How one framework's tensors become C-contiguous NumPy arrays, and back."""
+
+    def copied(self, tensor: T) -> Array:
+        """A new array with the tensor's values."""
+
+    def shared(self, tensor: T) -> Array:
+        """The tensor's own memory where possible, for reading; else a new array."""
+
+    def writable(self, tensor: T) -> Array:
+        """As `shared`, for an operation in place.
+
+        Raises:
+            InvalidArgumentError: the tensor cannot be written.
+        """
+
+    def made(self, array: Array, like: T) -> T:
+        """A tensor of a new array, on the device of `like`."""
+
+    def written(self, tensor: T, array: Array) -> T:
+        """`tensor`, which now has the values of the array that `writable` gave."""
+
+    def device(self, tensor: T) -> str:
+        """ "cpu", "cuda", ...: compared between the ranks."""
+
+
+class OnTensors(Generic[T]):
+    """Base of the collectives' classes."""
+
+    def __init__(self, tensors: Tensors[T]) -> None:
+        self._tensors = tensors
+
+    def _options(self, tensor: T, name: str | None, process_set: ProcessSet) -> Options:
+        return Options(name, process_set.number(), self._tensors.device(tensor))
+
+    def _each(
+        self,
+        kind: Kind,
+        tensors: Sequence[T],
+        name: str | None,
+        process_set: ProcessSet,
+        build: Callable[[T, Options], Operation],
+    ) -> list[Operation]:
+        """An operation for each tensor of a group, under a name of its own."""
+        return [
+            self._one(kind, tensor, self._options(tensor, name, process_set).numbered(index), build)
+            for index, tensor in enumerate(tensors)
+        ]
+
+    @staticmethod
+    def _one(kind: Kind, tensor: T, options: Options, build: Callable[[T, Options], Operation]) -> Operation:
+        """What `build` returns; where it finds an argument wrong, an operation that tells everybody."""
+        try:
+            return build(tensor, options)
+        except InvalidArgumentError as fault:
+            return submit.faulty(kind, options, str(fault))
