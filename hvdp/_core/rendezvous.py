@@ -29,6 +29,7 @@ from hvdp.errors import HvdpError, RendezvousError
 __all__ = ["Listener", "Meeting", "host_key", "meet"]
 
 _RETRY_SECONDS = 0.02
+_STRANGER_SECONDS = 10.0
 _UCRED = struct.Struct("3i")
 
 
@@ -163,7 +164,7 @@ def _accept(
         try:
             if not _same_user(sock):
                 raise ConnectionError("another user")
-            patience = min(deadline, time.monotonic() + 10)
+            patience = min(deadline, time.monotonic() + _STRANGER_SECONDS)
             _challenge(link, place.secret, b"rank", patience)
             _answer(link, place.secret, b"lead", patience)
             hello: dict[str, Any] = decode(link.receive_one(patience))
