@@ -11,9 +11,7 @@ import pytest
 from hvdp._core.ops import Average, Reduction
 from hvdp._core.process_sets import Group
 from hvdp.launch.environments import detect
-from hvdp.testing import run_ranks
-from hvdp.testing.conformance import check_transport
-from hvdp.testing.worlds import World, worlds
+from hvdp.testing import World, check_transport, run_ranks, worlds
 from hvdp.transports.base import Buffer, Transport
 from hvdp.transports.local import LocalTransport
 from hvdp.transports.mpi import MpiTransport
