@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
 import re
 import shutil
@@ -136,15 +135,23 @@ def test_the_installed_commands_are_found() -> None:
         assert shutil.which(name, path=str(scripts)), f"{name} is not installed beside {sys.executable}"
 
 
+class _Recorder(dict[str, str]):
+    """An empty environment that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: str = "") -> str:  # type: ignore[override]
+        self.asked.add(key)
+        return default
+
+
 def test_the_readme_lists_every_setting_with_its_default() -> None:
     rows = re.findall(r"^\| `(HVDP_\w+)` \|.*\| `?([^|`]+?)`? \|$", README, flags=re.MULTILINE)
-    expected = {
-        f"HVDP_{field.name.upper()}": f"{field.default:g}"
-        if isinstance(field.default, float)
-        else str(field.default)
-        for field in dataclasses.fields(Config)
-    }
-    assert dict(rows) == expected
+    read = _Recorder()
+    Config.from_env(read)
+    assert {name for name, _ in rows} == {name for name in read.asked if name.startswith("HVDP_")}
+    assert Config.from_env(dict(rows)) == Config()
 
 
 def test_every_tested_requirement_is_pinned() -> None:
