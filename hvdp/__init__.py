@@ -11,18 +11,27 @@ from hvdp._version import __version__
 from hvdp.basics import (
     cross_rank,
     cross_size,
+    cuda_built,
+    gloo_built,
+    gloo_enabled,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
+    rocm_built,
     shutdown,
     size,
 )
 from hvdp.collectives import allgather_object, barrier, broadcast_object, join, poll, synchronize
 from hvdp.errors import HorovodInternalError, HvdpError, MismatchError
 from hvdp.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdp.timeline import start_timeline, stop_timeline
 
 allgather = _collectives.allgather
 allgather_async = _collectives.allgather_async
@@ -78,7 +87,10 @@ __all__ = [
     "broadcast_object",
     "cross_rank",
     "cross_size",
+    "cuda_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -93,12 +105,19 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from hvdp._core.arrays import Array, dtype_named
 from hvdp._core.compression import CastCompressor
-from hvdp.collectives import Collectives, no_compression
+from hvdp.collectives import Collectives, Map, no_compression
 from hvdp.errors import InvalidArgumentError
 
 __all__ = ["Compression", "collectives"]
@@ -43,6 +43,9 @@ class _NumPy:
 
     def device(self, tensor: ArrayLike) -> str:
         return "cpu"
+
+    def with_gradient(self, forward: Map[Any], backward: Map[Any], tensors: list[Any]) -> list[Any]:
+        return forward(tensors)
 
 
 def _floating(array: ArrayLike) -> bool:

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import logging
 import os
-import secrets
-import socket
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
-
-import psutil
 
 from hvdp._core.config import Config, environment
 from hvdp._core.engine import Engine
 from hvdp._core.operations import Barrier
-from hvdp._core.rendezvous import Listener, Meeting, meet
 from hvdp._core.runtime import runtime
 from hvdp._core.stall import StallWatch
-from hvdp._core.topology import Place, Topology
-from hvdp._version import __version__
-from hvdp.errors import RendezvousError, TransportError
+from hvdp.connect import connect, within
+from hvdp.errors import InvalidArgumentError
 from hvdp.launch.environments import detect
-from hvdp.transports.base import Transport
-from hvdp.transports.local import LocalTransport
-from hvdp.transports.mpi import MpiTransport, share_over_mpi, start_mpi
-from hvdp.transports.shm import ShmTransport
+from hvdp.process_sets import ProcessSet, add_process_set
+from hvdp.timeline import start_timeline
 
 __all__ = [
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "gloo_built",
+    "gloo_enabled",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
+    "rocm_built",
     "shutdown",
     "size",
 ]
@@ -44,32 +45,37 @@ __all__ = [
 _log = logging.getLogger("hvdp")
 
 
-def init() -> None:
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the job; every rank must call it, before any other call.
 
     Where this process stands is read from what its launcher left in the environment;
     started by nobody, it is a world of one. A second call does nothing; after `shutdown`
     it joins anew.
 
+    Args:
+        comm: only these processes form the job: an mpi4py communicator, or a list of ranks
+            as the launcher counts them. Only they may call.
+        process_sets: added as by `add_process_set`. "dynamic" is accepted as Horovod accepts
+            it: sets can always be added later.
+
     Raises:
         RendezvousError: ranks are missing or do not fit together.
         TransportError: no transport can serve these ranks.
-        InvalidArgumentError: an environment variable has a value that cannot be meant.
+        InvalidArgumentError: an argument or environment variable has a value that cannot be meant.
     """
     if runtime.engine is not None:
         return
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise InvalidArgumentError(f'process_sets must be a list or "dynamic". Received: {process_sets!r}')
     config = Config.from_env()
     _set_up_logging(config.log_level)
-    place = detect(environment())
-    listener = None
+    world = within(detect(environment()), comm)
     generation = runtime.starts
     runtime.starts += 1
-    if place.address == "mpi":
-        place, listener = _meet_over_mpi(place)
-    meeting = meet(place, _facts(place, config), _agree, config.start_timeout, generation, listener)
+    meeting, transport, place = connect(world, config, generation)
     engine = Engine(
         meeting,
-        _make_transport(meeting, place, generation),
+        transport,
         config.cache_capacity,
         StallWatch(config.stall_warning, config.stall_shutdown),
         lambda rank: _blame(place.supervisor_fd, rank),
@@ -78,6 +84,11 @@ def init() -> None:
     if generation == 0:
         atexit.register(_leave_at_exit)
     engine.run(Barrier("init", 0))
+    if config.timeline:
+        start_timeline(config.timeline, config.timeline_mark_cycles)
+    if process_sets is not None and not isinstance(process_sets, str):
+        for process_set in process_sets:
+            add_process_set(process_set)
 
 
 def shutdown() -> None:
@@ -125,75 +136,52 @@ def is_homogeneous() -> bool:
     return runtime.require("is_homogeneous").topology.is_homogeneous
 
 
-def _facts(place: Place, config: Config) -> dict[str, Any]:
-    """What rank 0 compares before the job starts."""
-    facts = {
-        "version": __version__,
-        "cpu_operations": config.cpu_operations,
-        "fusion_threshold": config.fusion_threshold,
-        "cache_capacity": config.cache_capacity,
-        "mpi_fault": "",
-    }
-    if place.size > 1 and (config.cpu_operations == "mpi" or place.address == "mpi"):
-        try:
-            start_mpi(place.rank, place.size)
-        except TransportError as error:
-            facts["mpi_fault"] = str(error)
-    return facts
+def mpi_built() -> bool:
+    """Whether mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
 
 
-def _agree(topology: Topology, facts: list[dict[str, Any]]) -> str:
-    """On rank 0: the transport's name, from what all ranks say of themselves."""
-    for key in ("version", "cpu_operations", "fusion_threshold", "cache_capacity"):
-        for rank, theirs in enumerate(facts):
-            if theirs[key] != facts[0][key]:
-                raise RendezvousError(
-                    f"{key} is {facts[0][key]} on rank 0 and {theirs[key]} on rank {rank}; "
-                    "give all ranks the same installation and environment."
-                )
-    if topology.size == 1:
-        return LocalTransport.name
-    one_host = topology.local_size == topology.size
-    asked = facts[0]["cpu_operations"]
-    if asked == "shm" and not one_host:
-        raise TransportError(
-            "HVDP_CPU_OPERATIONS=shm needs all ranks on one host, these are on "
-            f"{len(set(topology.hosts))}; leave it unset or use mpi."
-        )
-    if asked == "shm" or (asked == "auto" and one_host):
-        return ShmTransport.name
-    for theirs in facts:
-        if theirs["mpi_fault"]:
-            raise TransportError(theirs["mpi_fault"])
-    return MpiTransport.name
+def mpi_enabled() -> bool:
+    """Whether this job's data goes over MPI."""
+    return runtime.require("mpi_enabled").transport.name == "mpi"
 
 
-def _make_transport(meeting: Meeting, place: Place, generation: int) -> Transport:
-    if meeting.transport == MpiTransport.name:
-        return MpiTransport(place.rank, place.size)
-    if meeting.transport == ShmTransport.name:
-        name = place.address.partition(":")[2]
-        return ShmTransport(f"{name}#{generation}", place.secret, place.rank)
-    return LocalTransport()
+def mpi_threads_supported() -> bool:
+    """Whether the program may call MPI from several threads beside hvdp.
+
+    Raises:
+        InvalidArgumentError: the job does not use MPI.
+    """
+    if not mpi_enabled():
+        raise InvalidArgumentError("mpi_threads_supported() needs MPI; start with horovodrun --mpi")
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
-def _meet_over_mpi(place: Place) -> tuple[Place, Listener | None]:
-    """Ranks on several hosts: MPI carries rank 0's address and a fresh secret to the others."""
-    listener = None
-    offer = None
-    if place.rank == 0:
-        listener = Listener("tcp:0")
-        hosts = [
-            address.address
-            for interface in psutil.net_if_addrs().values()
-            for address in interface
-            if address.family == socket.AF_INET
-        ]
-        # The loopback address last: on another host it leads back to that host.
-        hosts.sort(key=lambda host: host.startswith("127."))
-        offer = (f"tcp:{','.join(hosts)}:{listener.port}", secrets.token_bytes(32))
-    address, secret = share_over_mpi(place.rank, place.size, offer)
-    return replace(place, address=address, secret=secret), listener
+def gloo_built() -> bool:
+    """False: hvdp's own control plane and shared memory take Gloo's place."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Whether the job runs without MPI, as it would over Gloo in Horovod."""
+    return not mpi_enabled()
+
+
+def nccl_built() -> int:
+    """0: no transport over NCCL."""
+    return 0
+
+
+def cuda_built() -> bool:
+    """False: nothing is compiled against CUDA; tensors on a GPU travel through host memory."""
+    return False
+
+
+def rocm_built() -> bool:
+    """False; see `cuda_built`."""
+    return False
 
 
 def _blame(supervisor_fd: int | None, rank: int) -> None:

@@ -36,6 +36,8 @@ class Config:
         start_timeout: how long `init()` waits for the other ranks, seconds.
         stall_warning, stall_shutdown: after how long a tensor that some ranks do not submit is
             warned of, and ends the job, seconds; 0 is never.
+        timeline: where rank 0 writes a timeline from the start; "" is nowhere.
+        timeline_mark_cycles: also mark rank 0's rounds in it.
         log_level: name of a `logging` level.
     """
 
@@ -45,6 +47,8 @@ class Config:
     start_timeout: float = 60.0
     stall_warning: float = 60.0
     stall_shutdown: float = 0.0
+    timeline: str = ""
+    timeline_mark_cycles: bool = False
     log_level: str = "INFO"
 
     @classmethod
@@ -64,6 +68,8 @@ class Config:
             if read.flag("STALL_CHECK_DISABLE")
             else read.number("STALL_CHECK_TIME_SECONDS", cls.stall_warning, float, least=0),
             stall_shutdown=read.number("STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown, float, least=0),
+            timeline=read.text("TIMELINE"),
+            timeline_mark_cycles=read.flag("TIMELINE_MARK_CYCLES"),
             log_level=read.choice(
                 "LOG_LEVEL",
                 cls.log_level,
@@ -82,6 +88,10 @@ class _Reader:
             if value:
                 return key, value
         return None
+
+    def text(self, name: str) -> str:
+        found = self._find(name)
+        return found[1] if found else ""
 
     def choice(self, name: str, default: str, allowed: tuple[str, ...]) -> str:
         found = self._find(name)

@@ -10,6 +10,7 @@ import os
 import selectors
 from collections.abc import Callable
 from itertools import groupby
+from typing import Any
 
 from hvdp._core import messages
 from hvdp._core.coordinator import Coordinator, Submission, Verdict
@@ -28,6 +29,7 @@ class ControlPlane:
     Args:
         deliver: called with the notices of one frame, which all members get alike.
         departed: called on the members when rank 0 has left.
+        traced: called with a rank and what its `trace` sent.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class ControlPlane:
         cache_capacity: int,
         deliver: Callable[[list[Notice]], None],
         departed: Callable[[int, str], None],
+        traced: Callable[[int, Any], None],
     ) -> None:
         self._deliver = deliver
         self._departed = departed
+        self._traced = traced
         self._links = dict(meeting.links)
         self.coordinator: Coordinator | None = None
         if meeting.topology.rank == 0:
@@ -100,6 +104,11 @@ class ControlPlane:
         """Tell everybody that the job has failed, and who failed first."""
         self._last_word(encode(b"A", [rank, text]))
 
+    def trace(self, message: Any) -> None:
+        """Something about the timeline: from rank 0 to all, from the others to rank 0."""
+        for peer in list(self._links):
+            self._send(peer, encode(b"T", message))
+
     def close(self) -> None:
         self._selector.close()
         for link in self._links.values():
@@ -145,6 +154,8 @@ class ControlPlane:
                 self._verdicts += self.coordinator.leave(peer, reason)
             else:
                 self._departed(peer, reason)
+        elif tag == b"T":
+            self._traced(peer, decode(frame))
         elif tag == b"A":
             rank, text = decode(frame)
             raise HorovodInternalError(text, rank)

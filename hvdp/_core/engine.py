@@ -25,6 +25,7 @@ from hvdp._core.operations import OPERATIONS
 from hvdp._core.process_sets import Group
 from hvdp._core.rendezvous import Meeting
 from hvdp._core.stall import StallWatch
+from hvdp._core.timeline import Timeline, TraceFile
 from hvdp.errors import HorovodInternalError, HvdpError, InvalidArgumentError, MismatchError
 from hvdp.transports.base import Buffer, Transport
 
@@ -67,7 +68,10 @@ class Engine:
         self._adopted: list[Buffer] = []
         self._blame = blame
         self._stall_watch = stall_watch
-        self._control = ControlPlane(meeting, cache_capacity, self._deliver, self._lost_coordinator)
+        self._timeline = Timeline(self.rank, lambda message: self._control.trace(message))
+        self._control = ControlPlane(
+            meeting, cache_capacity, self._deliver, self._lost_coordinator, self._timeline.heard
+        )
         self._groups = {0: Group(0, tuple(range(self.topology.size)), self.rank)}
         self._lock = threading.Lock()
         self._submitted: deque[Operation] = deque()
@@ -76,6 +80,7 @@ class Engine:
         self._unnamed: dict[tuple[str, int], int] = {}
         self._failure: HorovodInternalError | None = None
         self._leaving = ""
+        self._orphaned = ""
         self._thread = threading.Thread(target=self._run, name="hvdp-engine", daemon=True)
         self._thread.start()
 
@@ -129,6 +134,8 @@ class Engine:
                 if key in self._live or key in keys[:index]:
                     raise InvalidArgumentError(_in_flight(self.rank, operations[index]))
             self._live.update(zip(keys, operations, strict=True))
+            for operation in operations:
+                self._timeline.submitted(operation)
             self._submitted.extend(operations)
             self._control.wake()
         return [operation.handle for operation in operations]
@@ -136,6 +143,12 @@ class Engine:
     def run(self, operation: Operation) -> object:
         """Submit one operation and wait for its result."""
         return self.submit(operation)[0].wait()
+
+    def trace_to(self, file: TraceFile | None) -> None:
+        """On rank 0: record a timeline of all ranks into a file, or end it."""
+        with self._lock:
+            self._timeline.want(file)
+            self._control.wake()
 
     def close(self, reason: str) -> None:
         """Leave the job: peers that still wait for this rank are told `reason`; idempotent."""
@@ -160,6 +173,9 @@ class Engine:
                 self._pump(None)
                 while self._batches:
                     self._execute(self._batches.popleft())
+                    self._timeline.flush()
+                if self._orphaned:
+                    raise HorovodInternalError(self._orphaned, 0 if self._live else None)
             self._control.goodbye(self._leaving)
         except HorovodInternalError as error:
             self._break(error)
@@ -170,6 +186,7 @@ class Engine:
             self._break(HorovodInternalError(f"rank {self.rank} has shut down hvdp"))
             with self._lock:
                 self._control.close()
+            self._timeline.close()
             self.transport.close()
 
     def _pump(self, seconds: float | None) -> None:
@@ -177,6 +194,7 @@ class Engine:
         if seconds is None and self._control.coordinator is not None:
             seconds = self._stall_watch.interval
         self._control.listen(seconds)
+        self._timeline.turn()
         while self._submitted:
             self._control.submit(self._submitted.popleft().submission)
         self._control.flush()
@@ -197,6 +215,7 @@ class Engine:
             size = self._groups[key[0]].size
             each = len(notice.extras) // size
             extras = tuple(notice.extras[i * each : (i + 1) * each] for i in range(size))
+            self._timeline.agreed(operation)
             batch.append(_Agreed(operation, Terms(extras, notice.absent)))
         self._batches.append(batch)
 
@@ -207,8 +226,8 @@ class Engine:
         return (InvalidArgumentError if notice.invalid else MismatchError)(notice.error)
 
     def _lost_coordinator(self, peer: int, reason: str) -> None:
-        """Rank 0 has left: an error for whoever still waits, and for later calls."""
-        raise HorovodInternalError(f"rank {peer} {reason}", peer if self._live else None)
+        """What has been agreed on needs nothing more of rank 0, and may still run here."""
+        self._orphaned = f"rank {peer} {reason}"
 
     def _forget(self, key: _Key) -> Operation:
         with self._lock:
@@ -252,6 +271,7 @@ class Engine:
             self._end(operation).complete(result)
 
     def _end(self, operation: Operation) -> Handle:
+        self._timeline.ended(operation)
         with self._lock:
             if self._live.get(_key(operation)) is operation:
                 del self._live[_key(operation)]

@@ -84,4 +84,6 @@ class GroupHandle(Handle):
                 errors.append(error)
         if errors:
             raise errors[0]
+        if self._finish is not None:
+            return self._finish(results)
         return results

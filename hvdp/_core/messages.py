@@ -9,6 +9,7 @@ To a member:
 Either way:
     G   goodbye: the reason why this rank leaves
     A   abort: [rank that failed first, text]
+    T   timeline: true or false from rank 0 (record or not), records to it
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ class Operation(ABC):
 
     Attributes:
         submission: the signature, this rank's own numbers, and its own fault if it has one.
+        times: of submission and agreement, nanoseconds, while a timeline is recorded.
         batch_key: operations agreed on together whose keys are equal may run as one.
     """
 
@@ -45,10 +46,16 @@ class Operation(ABC):
     def __init__(self, signature: Signature, extras: tuple[int, ...] = (), error: str = "") -> None:
         self.submission = Submission(signature, extras, error)
         self.handle = Handle(signature.name)
+        self.times: list[int] = []
 
     @property
     def signature(self) -> Signature:
         return self.submission.signature
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's tensor."""
+        return 0
 
     @property
     def batch_key(self) -> Hashable | None:

@@ -141,14 +141,14 @@ def faulty(kind: Kind, options: Options, fault: str) -> Operation:
 
 def alone(operation: Operation) -> Handle:
     """Submit one operation."""
-    return _engine(operation.kind).submit(operation)[0]
+    return _engine(operation.signature.kind).submit(operation)[0]
 
 
 def grouped(operations: Sequence[Operation]) -> GroupHandle:
     """Submit several operations at once; the result is the list of theirs."""
     if not operations:
         return GroupHandle([])
-    return GroupHandle(_engine(operations[0].kind).submit(*operations))
+    return GroupHandle(_engine(operations[0].signature.kind).submit(*operations))
 
 
 def _engine(kind: Kind) -> Engine:

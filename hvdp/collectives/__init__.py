@@ -10,10 +10,11 @@ their order on each rank. See docs/collectives.md.
 from hvdp.collectives.movements import Movements
 from hvdp.collectives.objects import allgather_object, barrier, broadcast_object, join, poll, synchronize
 from hvdp.collectives.reductions import Reductions, no_compression
-from hvdp.collectives.tensors import T, Tensors
+from hvdp.collectives.tensors import Map, T, Tensors
 
 __all__ = [
     "Collectives",
+    "Map",
     "Tensors",
     "allgather_object",
     "barrier",

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdp._core import submit
+from hvdp._core import objects, submit
 from hvdp._core.arrays import Array
 from hvdp._core.handles import Handle
 from hvdp._core.operation import Operation
-from hvdp._core.ops import Kind
-from hvdp.collectives.tensors import OnTensors, T
+from hvdp._core.ops import Kind, Sum
+from hvdp._core.runtime import runtime
+from hvdp.collectives.tensors import OnTensors, T, gradient_name
 from hvdp.process_sets import ProcessSet, global_process_set
 
 __all__ = ["Movements"]
@@ -27,8 +28,11 @@ class Movements(OnTensors[T]):
         First dimensions may differ between ranks (0 is allowed), the others may not; a
         scalar counts as a tensor of one.
         """
-        result: T = self.allgather_async(tensor, name, process_set).wait()
-        return result
+        return self._tensors.with_gradient(
+            lambda values: [self.allgather_async(values[0], name, process_set).wait()],
+            lambda gradients: self._own_rows([tensor], gradients, gradient_name(name), process_set),
+            [tensor],
+        )[0]
 
     def allgather_async(
         self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -41,8 +45,11 @@ class Movements(OnTensors[T]):
         self, tensors: Sequence[T], name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> list[T]:
         """`allgather` of several tensors at once."""
-        results: list[T] = self.grouped_allgather_async(tensors, name, process_set).wait()
-        return results
+        return self._tensors.with_gradient(
+            lambda values: self.grouped_allgather_async(values, name, process_set).wait(),
+            lambda gradients: self._own_rows(tensors, gradients, gradient_name(name), process_set),
+            list(tensors),
+        )
 
     def grouped_allgather_async(
         self, tensors: Sequence[T], name: str | None = None, process_set: ProcessSet = global_process_set
@@ -57,8 +64,18 @@ class Movements(OnTensors[T]):
 
         On the other members `tensor` only gives shape and dtype.
         """
-        result: T = self.broadcast_async(tensor, root_rank, name, process_set).wait()
-        return result
+
+        def backward(gradients: list[T]) -> list[T]:
+            (total,) = self._summed(gradients, gradient_name(name), process_set)
+            if root_rank != runtime.require("rank").rank:
+                total[...] = 0
+            return [self._tensors.made(total, gradients[0])]
+
+        return self._tensors.with_gradient(
+            lambda values: [self.broadcast_async(values[0], root_rank, name, process_set).wait()],
+            backward,
+            [tensor],
+        )[0]
 
     def broadcast_async(
         self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -112,7 +129,23 @@ class Movements(OnTensors[T]):
             The received rows; where `splits` is given, a pair of them and an int64 tensor of
             how many came from each member.
         """
-        return self.alltoall_async(tensor, splits, name, process_set).wait()
+        received: list[T] = []
+
+        def forward(values: list[T]) -> list[T]:
+            result = self.alltoall_async(values[0], splits, name, process_set).wait()
+            if splits is None:
+                return [result]
+            received[:] = [result[1]]
+            return [result[0]]
+
+        def backward(gradients: list[T]) -> list[T]:
+            back = self.alltoall_async(
+                gradients[0], received[0] if received else None, gradient_name(name), process_set
+            ).wait()
+            return [back[0] if received else back]
+
+        (rows,) = self._tensors.with_gradient(forward, backward, [tensor])
+        return (rows, received[0]) if received else rows
 
     def alltoall_async(
         self,
@@ -137,6 +170,33 @@ class Movements(OnTensors[T]):
             return operation
 
         return submit.alone(self._one(Kind.ALLTOALL, tensor, self._options(tensor, name, process_set), build))
+
+    def _summed(self, gradients: Sequence[T], name: str | None, process_set: ProcessSet) -> list[Array]:
+        options = self._options(gradients[0], name, process_set)
+        arrays = [self._tensors.copied(gradient) for gradient in gradients]
+        submit.grouped(
+            [
+                submit.allreduce(array, Sum, 1.0, 1.0, options.numbered(index))
+                for index, array in enumerate(arrays)
+            ]
+        ).wait()
+        return arrays
+
+    def _own_rows(
+        self, tensors: Sequence[T], gradients: Sequence[T], name: str | None, process_set: ProcessSet
+    ) -> list[T]:
+        """The gradient of allgather: this rank's rows of the sum of all ranks' gradients."""
+        shapes = [self._tensors.shared(tensor).shape for tensor in tensors]
+        rows = objects.allgather_object(
+            [shape[0] if shape else 1 for shape in shapes], None, process_set.number()
+        )
+        own = process_set.rank()
+        results = []
+        for index, total in enumerate(self._summed(gradients, name, process_set)):
+            start = sum(counts[index] for counts in rows[:own])
+            mine = total[start : start + rows[own][index]].reshape(shapes[index])
+            results.append(self._tensors.made(mine, gradients[index]))
+        return results
 
     def _gathered(self, tensor: T, options: submit.Options) -> Operation:
         operation = submit.allgather(self._tensors.shared(tensor), options)

@@ -8,8 +8,9 @@ from hvdp._core import submit
 from hvdp._core.compression import Compressor, NoCompressor
 from hvdp._core.handles import Handle
 from hvdp._core.operation import Operation
-from hvdp._core.ops import Average, Kind, ReduceOp
-from hvdp.collectives.tensors import OnTensors, T
+from hvdp._core.ops import Average, Kind, ReduceOp, Sum
+from hvdp.collectives.tensors import Map, OnTensors, T, gradient_name
+from hvdp.errors import InvalidArgumentError
 from hvdp.process_sets import ProcessSet, global_process_set
 
 __all__ = ["Reductions", "no_compression"]
@@ -40,12 +41,17 @@ class Reductions(OnTensors[T]):
             prescale_factor, postscale_factor: each rank's values are multiplied before, the
                 result after.
         """
-        small, context = compression.compress(tensor)
-        handle = self.allreduce_async(
-            small, average, name, op, prescale_factor, postscale_factor, process_set
-        )
-        result: T = compression.decompress(handle.wait(), context)
-        return result
+        rest = (prescale_factor, postscale_factor, process_set)
+        return self._through(
+            compression,
+            [tensor],
+            lambda values: [self.allreduce_async(values[0], average, name, op, *rest).wait()],
+            lambda gradients: [
+                self.allreduce_async(
+                    gradients[0], None, gradient_name(name), _linear(average, op), *rest
+                ).wait()
+            ],
+        )[0]
 
     def allreduce_async(
         self,
@@ -105,12 +111,15 @@ class Reductions(OnTensors[T]):
         process_set: ProcessSet = global_process_set,
     ) -> list[T]:
         """`allreduce` of several tensors at once, which saves time where they are small."""
-        pairs = [compression.compress(tensor) for tensor in tensors]
-        handle = self.grouped_allreduce_async(
-            [small for small, _ in pairs], average, name, op, prescale_factor, postscale_factor, process_set
+        rest = (prescale_factor, postscale_factor, process_set)
+        return self._through(
+            compression,
+            tensors,
+            lambda values: self.grouped_allreduce_async(values, average, name, op, *rest).wait(),
+            lambda gradients: self.grouped_allreduce_async(
+                gradients, None, gradient_name(name), _linear(average, op), *rest
+            ).wait(),
         )
-        contexts = [context for _, context in pairs]
-        return [compression.decompress(r, c) for r, c in zip(handle.wait(), contexts, strict=True)]
 
     def grouped_allreduce_async(
         self,
@@ -174,10 +183,13 @@ class Reductions(OnTensors[T]):
         Args:
             op: as for allreduce, without Adasum.
         """
-        small, context = compression.compress(tensor)
-        handle = self.reducescatter_async(small, name, op, process_set, prescale_factor, postscale_factor)
-        result: T = compression.decompress(handle.wait(), context)
-        return result
+        rest = (op, process_set, prescale_factor, postscale_factor)
+        return self._through(
+            compression,
+            [tensor],
+            lambda values: [self.reducescatter_async(values[0], name, *rest).wait()],
+            self._gathered_gradients(name, *rest),
+        )[0]
 
     def reducescatter_async(
         self,
@@ -204,12 +216,13 @@ class Reductions(OnTensors[T]):
         postscale_factor: float = 1.0,
     ) -> list[T]:
         """`reducescatter` of several tensors at once."""
-        pairs = [compression.compress(tensor) for tensor in tensors]
-        handle = self.grouped_reducescatter_async(
-            [small for small, _ in pairs], name, op, process_set, prescale_factor, postscale_factor
+        rest = (op, process_set, prescale_factor, postscale_factor)
+        return self._through(
+            compression,
+            tensors,
+            lambda values: self.grouped_reducescatter_async(values, name, *rest).wait(),
+            self._gathered_gradients(name, *rest),
         )
-        contexts = [context for _, context in pairs]
-        return [compression.decompress(r, c) for r, c in zip(handle.wait(), contexts, strict=True)]
 
     def grouped_reducescatter_async(
         self,
@@ -223,6 +236,39 @@ class Reductions(OnTensors[T]):
         """`grouped_reducescatter` that returns one handle."""
         build = self._scattered(op, prescale_factor, postscale_factor)
         return submit.grouped(self._each(Kind.REDUCESCATTER, tensors, name, process_set, build))
+
+    def _through(
+        self, compression: Compressor, tensors: Sequence[T], forward: Map[T], backward: Map[T]
+    ) -> list[T]:
+        """`forward` on compressed tensors, with `backward` as its gradient."""
+        pairs = [compression.compress(tensor) for tensor in tensors]
+        results = self._tensors.with_gradient(forward, backward, [small for small, _ in pairs])
+        contexts = [context for _, context in pairs]
+        return [compression.decompress(r, c) for r, c in zip(results, contexts, strict=True)]
+
+    def _gathered_gradients(
+        self, name: str | None, op: int, process_set: ProcessSet, prescale: float, postscale: float
+    ) -> Map[T]:
+        """The gradient of reducescatter: every rank's rows count for all."""
+
+        def backward(gradients: list[T]) -> list[T]:
+            divisor = process_set.size() if _linear(None, op) is Average else 1
+            options = self._options(gradients[0], gradient_name(name), process_set)
+            handles = submit.grouped(
+                [
+                    submit.allgather(
+                        self._tensors.copied(gradient) * (prescale * postscale / divisor),
+                        options.numbered(index),
+                    )
+                    for index, gradient in enumerate(gradients)
+                ]
+            )
+            return [
+                self._tensors.made(out.astype(self._tensors.shared(gradient).dtype, copy=False), gradient)
+                for out, gradient in zip(handles.wait(), gradients, strict=True)
+            ]
+
+        return backward
 
     def _new(self, average: bool | None, op: int | None, prescale: float, postscale: float) -> _Build[T]:
         def build(tensor: T, options: submit.Options) -> Operation:
@@ -250,3 +296,17 @@ class Reductions(OnTensors[T]):
             return operation
 
         return build
+
+
+def _linear(average: bool | None, op: int | None) -> ReduceOp:
+    """The op, if it has a gradient.
+
+    Raises:
+        InvalidArgumentError: it has none.
+    """
+    resolved = ReduceOp.resolve(average, op)
+    if resolved not in (Average, Sum):
+        raise InvalidArgumentError(
+            f"op {resolved.name} has no gradient; detach the tensor, or use Average or Sum"
+        )
+    return resolved

@@ -13,9 +13,10 @@ from hvdp._core.submit import Options
 from hvdp.errors import InvalidArgumentError
 from hvdp.process_sets import ProcessSet
 
-__all__ = ["OnTensors", "T", "Tensors"]
+__all__ = ["Map", "OnTensors", "T", "Tensors", "gradient_name"]
 
 T = TypeVar("T")
+Map = Callable[[list[T]], list[T]]
 
 
 class Tensors(Protocol[T]):
@@ -41,7 +42,14 @@ class Tensors(Protocol[T]):
         """`tensor`, which now has the values of the array that `writable` gave."""
 
     def device(self, tensor: T) -> str:
-        """ "cpu", "cuda", ...: compared between the ranks."""
+        """The kind of device, as "cpu" or "cuda": compared between the ranks."""
+
+    def with_gradient(self, forward: Map[T], backward: Map[T], tensors: list[T]) -> list[T]:
+        """`forward(tensors)`, whose gradient with respect to them the framework gets from `backward`.
+
+        `backward` maps the results' gradients to the tensors'. It is a collective, so every
+        rank must take the same results into its loss.
+        """
 
 
 class OnTensors(Generic[T]):
@@ -74,3 +82,8 @@ class OnTensors(Generic[T]):
             return build(tensor, options)
         except InvalidArgumentError as fault:
             return submit.faulty(kind, options, str(fault))
+
+
+def gradient_name(name: str | None) -> str | None:
+    """For the collective that is the gradient of the one of this name."""
+    return None if name is None else f"{name}.gradient"

@@ -1,12 +1,14 @@
-"""The collectives on torch tensors of any device and layout."""
+"""The collectives on torch tensors of any device and layout; the synchronous ones are differentiable."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from hvdp._core.arrays import Array
 from hvdp._core.compression import CastCompressor
-from hvdp.collectives import Collectives, no_compression
+from hvdp.collectives import Collectives, Map, no_compression
 from hvdp.torch._arrays import as_array, as_tensor, workspace, write_back
 
 __all__ = ["Compression", "collectives"]
@@ -29,7 +31,14 @@ class _Torch:
         return write_back(tensor, as_tensor(array))
 
     def device(self, tensor: torch.Tensor) -> str:
-        return tensor.device.type
+        return tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"
+
+    def with_gradient(
+        self, forward: Map[torch.Tensor], backward: Map[torch.Tensor], tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
+            return list(_Differentiable.apply(forward, backward, *tensors))  # type: ignore[no-untyped-call]
+        return forward(tensors)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -42,6 +51,19 @@ class Compression:
     none = no_compression
     fp16 = CastCompressor(torch.float16, torch.is_floating_point, _cast)
     bf16 = CastCompressor(torch.bfloat16, torch.is_floating_point, _cast)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A function of tensors with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Map[torch.Tensor], backward: Map[torch.Tensor], *tensors: Any) -> Any:
+        ctx.gradient = backward
+        return tuple(forward([tensor.detach() for tensor in tensors]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, *ctx.gradient(list(gradients))
 
 
 collectives: Collectives[torch.Tensor] = Collectives(_Torch())

@@ -29,7 +29,7 @@ from hvdp.transports.base import Transport
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiTransport", "share_over_mpi", "start_mpi"]
+__all__ = ["MpiTransport", "start_mpi"]
 
 _EAGER_SECONDS = 0.2
 _SLOWEST_BYTES_PER_SECOND = 50e6
@@ -81,27 +81,19 @@ def _finalize(MPI: Any) -> None:
         MPI.Finalize()
 
 
-def share_over_mpi(rank: int, size: int, value: Any) -> Any:
-    """Rank 0's `value` on every rank; collective over MPI_COMM_WORLD."""
-    return start_mpi(rank, size).COMM_WORLD.bcast(value, root=0)
-
-
 class MpiTransport(Transport):
-    """Over a duplicate of MPI_COMM_WORLD, so that the user's own messages stay apart.
-
-    Args:
-        rank, size: as the launcher told; the constructor is collective.
-    """
+    """Args: comm: a communicator of its own, in which this process's number is its rank."""
 
     name = "mpi"
     order_free = False
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
         super().__init__()
-        self._MPI = start_mpi(rank, size)
-        self._world: MPI.Intracomm = self._MPI.COMM_WORLD.Dup()
+        self._MPI = MPI
+        self._world = comm
         self._comms: dict[int, MPI.Intracomm] = {}
-        MPI = self._MPI
         self._ops = {Sum: MPI.SUM, Average: MPI.SUM, Min: MPI.MIN, Max: MPI.MAX, Product: MPI.PROD}
 
     def _comm(self, group: Group) -> Any:

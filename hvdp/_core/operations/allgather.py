@@ -30,6 +30,10 @@ class Allgather(Operation):
         self.data = data
         super().__init__(signature, (data.shape[0],), dtype_fault(data.dtype))
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
     @classmethod
     def stand_in(cls, signature: Signature, engine: Any) -> Allgather:
         return cls(signature, np.empty((0, *signature.shape), dtype_named(signature.dtype)))

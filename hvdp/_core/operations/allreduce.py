@@ -37,6 +37,10 @@ class Allreduce(Operation):
         self.reduction = Reduction(op, 1, signature.prescale_factor, signature.postscale_factor)
         super().__init__(signature, error=dtype_fault(data.dtype) or reduction_fault(signature.dtype, op))
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
     @classmethod
     def stand_in(cls, signature: Signature, engine: Any) -> Allreduce:
         return cls(signature, np.zeros(math.prod(signature.shape), dtype_named(signature.dtype)))

@@ -29,6 +29,10 @@ class Alltoall(Operation):
         self.data = data
         super().__init__(signature, splits, dtype_fault(data.dtype) or fault)
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
     def execute(self, transport: Transport, group: Group, terms: Terms) -> tuple[Array, list[int]]:
         rest = self.data.shape[1:]
         received = [splits[group.index] for splits in terms.extras]

@@ -26,6 +26,10 @@ class Broadcast(Operation):
         error = dtype_fault(data.dtype) or root_fault(signature.root_rank, members)
         super().__init__(signature, error=error)
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
     @classmethod
     def stand_in(cls, signature: Signature, engine: Any) -> Broadcast:
         data = np.empty(signature.shape, dtype_named(signature.dtype))

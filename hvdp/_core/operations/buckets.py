@@ -48,6 +48,10 @@ class ReduceBucket(Operation):
         self._buffer = buffer
         super().__init__(signature)
 
+    @property
+    def nbytes(self) -> int:
+        return self.signature.shape[0] * dtype_named(self.signature.dtype).itemsize
+
     @classmethod
     def stand_in(cls, signature: Signature, engine: Any) -> ReduceBucket:
         buffer = engine.buffers[signature.name]

@@ -37,6 +37,10 @@ class Reducescatter(Operation):
             error = "reducescatter has no op Adasum, which needs whole tensors; use allreduce"
         super().__init__(signature, error=error)
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
     @classmethod
     def stand_in(cls, signature: Signature, engine: Any) -> Reducescatter:
         return cls(signature, np.zeros(signature.shape, dtype_named(signature.dtype)))
