@@ -27,7 +27,9 @@ VERSIONS_OF = ("hvdp", "torch", "mpi4py", "mpich", "horovod")
 
 def parse_arguments(description: str) -> argparse.Namespace:
     """The flags of a benchmark; starts it again under `mpiexec` where it is not yet."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-np", type=int, default=2, help="ranks to start (%(default)s)")
     parser.add_argument("--json", type=Path, help="file to write all results to")
     parser.add_argument("--quick", action="store_true", help="small and few: does it run at all")
@@ -76,6 +78,7 @@ class World:
 
             horovod.torch.init()
         self._folder: str = folder
+        self._load = os.getloadavg()[0]
 
     def close(self) -> None:
         import torch.distributed as dist
@@ -121,6 +124,7 @@ class World:
                 "python": platform.python_version(),
                 "versions": {name: version for name in VERSIONS_OF if (version := _version(name))},
                 "variables": {k: v for k, v in os.environ.items() if k.startswith(("HVDP_", "HOROVOD_"))},
+                "load_average_at_start": self._load,  # well above 0: others used the machine too
                 "quick": args.quick,
             }
             args.json.write_text(json.dumps({"setting": setting, "results": results}, indent=1) + "\n")
