@@ -28,6 +28,7 @@ class Console:
     """
 
     def __init__(self, name: str) -> None:
+        _fill_standard_descriptors()
         self.name = name
         self._closed: set[int] = set()
         self._wakeup: int | None = None
@@ -79,3 +80,10 @@ class Console:
                 if self._wakeup is not None:
                     both.register(self._wakeup, select.POLLIN)
                 both.poll()
+
+
+def _fill_standard_descriptors() -> None:
+    """Where we were started with one closed, keep pipes of ours from taking its number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)

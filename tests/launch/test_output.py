@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from hvdp.launch.lines import LineBuffer
+from hvdp.testing import run_script
 
 LAUNCH = [sys.executable, "-m", "hvdp.launch"]
 
@@ -104,6 +105,13 @@ def test_a_closed_pipe_ends_the_job() -> None:
         said = process.stderr.read().decode().splitlines()
         assert process.wait(10) == 128 + signal.SIGPIPE
     assert said[-1] == "hvdprun: stopped the job: the reader of its output has gone"
+
+
+def test_started_with_closed_descriptors(tmp_path: Path) -> None:
+    command = [*LAUNCH, "-np", "2", "--output-filename", tmp_path, sys.executable, "-c", "print('x')"]
+    done = run_script(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], timeout=20)
+    assert done.status == 0
+    assert (tmp_path / "rank.1" / "stdout").read_text() == "x\n"
 
 
 def test_lines_are_bounded_and_split_no_character() -> None:
