@@ -175,7 +175,7 @@ class GradientReducer:
         unseen = [index for index in reversed(range(len(self._specs))) if index not in self._order]
         order = broadcast_object(seen + unseen, 0, f"{self._name}.order")
         for number, bucket_plan in enumerate(plan(self._specs, order, self._bucket_bytes)):
-            buffer = engine.run(Allocate(f"{self._name}.{number}", bucket_plan.nbytes, 0, engine))
+            buffer = engine.run(Allocate(f"{self._name}.{number}", bucket_plan.nbytes, 0, engine.executor))
             assert isinstance(buffer, Buffer)
             memory = buffer.view(dtype_named(bucket_plan.dtype), bucket_plan.count)
             bucket = _Bucket(bucket_plan, buffer, memory[bucket_plan.marks_start :])

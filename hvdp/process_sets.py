@@ -132,7 +132,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number == 0:
         return False
     engine = runtime.require("remove_process_set")
-    engine.run(RemoveProcessSet(f"remove_process_set.{runtime.serial('process_sets')}", number, engine))
+    engine.run(
+        RemoveProcessSet(f"remove_process_set.{runtime.serial('process_sets')}", number, engine.executor)
+    )
     process_set.invalidate()
     return True
 
@@ -146,7 +148,7 @@ def _add(ranks: tuple[int, ...]) -> int:
             f"Received: {list(ranks)}"
         )
     name = f"add_process_set.{runtime.serial('process_sets')}"
-    number = engine.run(AddProcessSet(name, ranks, engine, fault))
+    number = engine.run(AddProcessSet(name, ranks, engine.executor, fault))
     assert isinstance(number, int)
     return number
 

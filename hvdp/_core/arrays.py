@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdp.errors import InvalidArgumentError
 
-__all__ = ["Array", "as_bytes", "check_dtype", "dtype_named"]
+__all__ = ["Array", "as_bytes", "check_dtype", "dtype_label", "dtype_named"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -33,6 +33,13 @@ _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NAMES} | 
     "bfloat16": np.dtype(ml_dtypes.bfloat16)
 }
 
+_LABELS = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def dtype_label(dtype: np.dtype[Any]) -> str:
+    """The dtype's name; `dtype.name` takes longer than a small collective's agreement."""
+    return _LABELS.get(dtype) or str(dtype.name)
+
 
 def check_dtype(dtype: np.dtype[Any]) -> str:
     """Name of a dtype that collectives carry.
@@ -40,8 +47,8 @@ def check_dtype(dtype: np.dtype[Any]) -> str:
     Raises:
         InvalidArgumentError: the dtype is not one of them (object, strings, byte-swapped, ...).
     """
-    name: str = dtype.name
-    if _DTYPES.get(name) != dtype:
+    name = _LABELS.get(dtype)
+    if name is None:
         raise InvalidArgumentError(
             f"collectives cannot carry this dtype; use one of {', '.join(_DTYPES)}, or "
             f"broadcast_object/allgather_object for Python objects. Received: dtype {dtype}"

@@ -1,13 +1,13 @@
 """One rank's side of the control plane: links, the coordinator on rank 0, and what goes over them.
 
-Driven by the engine's thread alone; only `wake` may be called by others.
+One thread at a time drives it; others may only sleep, watch, wake and ring.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
+import select
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ from hvdp._core.coordinator import Coordinator, Submission, Verdict
 from hvdp._core.messages import Notice
 from hvdp._core.ops import Signature
 from hvdp._core.rendezvous import Meeting
-from hvdp._core.wire import decode, encode
+from hvdp._core.wire import Link, decode, encode
 from hvdp.errors import HorovodInternalError
 
 __all__ = ["ControlPlane"]
@@ -52,27 +52,52 @@ class ControlPlane:
         self._signatures: dict[int, Signature] = {}
         self._known = bytearray(b"s")
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
-        for rank, link in self._links.items():
-            self._selector.register(link, selectors.EVENT_READ, rank)
+        self._ring_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._words = select.epoll()
+        self._words.register(self._ring_fd, select.EPOLLIN)
+        self._ranks = {link.fileno(): rank for rank, link in self._links.items()}
+        for fd in self._ranks:
+            self._words.register(fd, select.EPOLLIN)
+        self._backlogged: set[int] = set()
+        self._sleeper = select.epoll()
+        self._sleeper.register(self._wake_fd, select.EPOLLIN)
+        self._sleeper.register(self._words, select.EPOLLIN)
 
     def wake(self) -> None:
-        """End a `listen` in another thread. The caller sees to it that `close` does not run meanwhile."""
+        """End a `sleep`. The caller sees to it that `close` does not run meanwhile."""
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
 
-    def listen(self, timeout: float | None) -> None:
-        """Wait up to so many seconds for a word or a `wake`, and take what came.
+    def sleep(self, timeout: float | None) -> None:
+        """The background thread waits for a word, a `wake`, or so many seconds; takes nothing."""
+        self._sleeper.poll(timeout)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def ring(self) -> None:
+        """End another thread's `watch`."""
+        os.eventfd_write(self._ring_fd, 1)
+
+    def let_sleep(self, asleep: bool) -> None:
+        """Whether words leave the background thread asleep, because a caller watches for them."""
+        self._sleeper.modify(self._words, 0 if asleep else select.EPOLLIN)
+
+    def watch(self, timeout: float | None) -> bool:
+        """A caller waits for a word, a `ring`, or so many seconds; takes nothing. Whether one came."""
+        return bool(self._words.poll(timeout))
+
+    def listen(self, timeout: float) -> None:
+        """Wait up to so many seconds for a word, and take what came.
 
         Raises:
             HorovodInternalError: a rank has died, or told us that the job failed.
         """
-        for key, _ in self._selector.select(timeout):
-            if key.data is None:
-                os.eventfd_read(self._wake_fd)
-            elif key.data in self._links:
-                self._hear(key.data)
+        for fd, _ in self._words.poll(timeout):
+            if fd == self._ring_fd:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(fd)
+            elif fd in self._ranks:
+                self._hear(self._ranks[fd])
 
     def submit(self, submission: Submission) -> None:
         """Sent with the next `flush`, together with others."""
@@ -89,13 +114,12 @@ class ControlPlane:
     def flush(self) -> None:
         """Send everything that waits, and deliver rank 0's own verdicts."""
         self._flush_known()
-        verdicts, self._verdicts = self._verdicts, []
-        for members, run in groupby(verdicts, key=lambda verdict: verdict.members):
-            self._announce(members, messages.verdict_frame(list(run)))
-        for rank, link in list(self._links.items()):
-            if link.backlog:
-                self._send(rank, None)
-            self._watch(rank)
+        if self._verdicts:
+            verdicts, self._verdicts = self._verdicts, []
+            for members, run in groupby(verdicts, key=lambda verdict: verdict.members):
+                self._announce(members, messages.verdict_frame(list(run)))
+        for rank in list(self._backlogged):
+            self._send(rank, None)
 
     def goodbye(self, reason: str) -> None:
         self._last_word(encode(b"G", reason))
@@ -110,15 +134,18 @@ class ControlPlane:
             self._send(peer, encode(b"T", message))
 
     def close(self) -> None:
-        self._selector.close()
+        self._sleeper.close()
+        self._words.close()
         for link in self._links.values():
             link.close()
         os.close(self._wake_fd)
+        os.close(self._ring_fd)
         self._wake_fd = -1
 
     def abandon(self) -> None:
         """In a forked child: close the descriptors without a word to the peers."""
-        self._selector.close()
+        self._sleeper.close()
+        self._words.close()
         for link in self._links.values():
             link.sock.close()
 
@@ -183,20 +210,22 @@ class ControlPlane:
                 link.flush()
             else:
                 link.send(frame)
+            self._watch(peer, link)
         except ConnectionError:
             # What the peer said last is still to be read, and tells why.
             self._hear(peer)
 
-    def _watch(self, rank: int) -> None:
-        link = self._links.get(rank)
-        if link is not None:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.backlog else 0)
-            if self._selector.get_key(link).events != events:
-                self._selector.modify(link, events, rank)
+    def _watch(self, rank: int, link: Link) -> None:
+        """Be told when a link takes more, as long as something waits for it."""
+        if link.backlog != (rank in self._backlogged):
+            self._backlogged ^= {rank}
+            self._words.modify(link, select.EPOLLIN | (select.EPOLLOUT if link.backlog else 0))
 
     def _drop(self, peer: int) -> None:
         link = self._links.pop(peer)
-        self._selector.unregister(link)
+        self._words.unregister(link)
+        self._backlogged.discard(peer)
+        del self._ranks[link.fileno()]
         link.close()
 
     def _last_word(self, frame: bytes) -> None:

@@ -1,55 +1,46 @@
-"""The engine: one background thread a process that agrees on and runs the collectives.
+"""The engine: agrees with the other ranks on the collectives, and runs them.
 
-Callers submit operations from any thread. The thread passes them to the control plane,
-sleeps until a verdict comes, and runs the agreed operations in the verdicts' order, which
-is the same on all members. See docs/architecture.md for the messages.
+Callers submit operations from any thread. Whoever holds the engine's wheel hears the
+control plane and runs what was agreed on, in the verdicts' order, which is the same on all
+members. That is a background thread, which sleeps until something comes, or a caller that
+has to wait anyway: waking another thread takes longer than a small operation.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from weakref import WeakValueDictionary
-
-import numpy as np
+from collections.abc import Callable
 
 from hvdp._core.control import ControlPlane
+from hvdp._core.executor import Executor
 from hvdp._core.handles import Handle
-from hvdp._core.messages import Notice
-from hvdp._core.operation import Operation, Terms
-from hvdp._core.operations import OPERATIONS
+from hvdp._core.operation import Operation
 from hvdp._core.process_sets import Group
 from hvdp._core.rendezvous import Meeting
 from hvdp._core.stall import StallWatch
 from hvdp._core.timeline import Timeline, TraceFile
-from hvdp.errors import HorovodInternalError, HvdpError, InvalidArgumentError, MismatchError
-from hvdp.transports.base import Buffer, Transport
+from hvdp.errors import HorovodInternalError, InvalidArgumentError
+from hvdp.transports.base import Transport
 
 __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
-_Key = tuple[int, str]
 
-
-@dataclass(frozen=True)
-class _Agreed:
-    operation: Operation
-    terms: Terms
+_SPIN_SECONDS = 0.0001
+"""How long a caller looks for the answer again and again before it falls asleep."""
 
 
 class Engine:
     """Created by `init` on every rank.
 
     Args:
+        cache_capacity: how many operations are known by number.
         stall_watch: reports names that some ranks do not submit; used on rank 0.
         blame: called with a rank when this process learns that it failed first.
-
-    Attributes:
-        buffers: memory allocated by name, as long as somebody uses it.
     """
 
     def __init__(
@@ -64,23 +55,22 @@ class Engine:
         self.rank = self.topology.rank
         self.transport = transport
         transport.pause = self._pump
-        self.buffers: WeakValueDictionary[str, Buffer] = WeakValueDictionary()
-        self._adopted: list[Buffer] = []
         self._blame = blame
         self._stall_watch = stall_watch
         self._timeline = Timeline(self.rank, lambda message: self._control.trace(message))
+        self.executor = Executor(self.rank, self.topology.size, transport, self._timeline, blame)
         self._control = ControlPlane(
-            meeting, cache_capacity, self._deliver, self._lost_coordinator, self._timeline.heard
+            meeting, cache_capacity, self.executor.deliver, self._lost_coordinator, self._timeline.heard
         )
-        self._groups = {0: Group(0, tuple(range(self.topology.size)), self.rank)}
-        self._lock = threading.Lock()
+        self._wheel = threading.Lock()
+        self._seat = threading.Lock()
+        self._spin = _SPIN_SECONDS if len(os.sched_getaffinity(0)) >= self.topology.local_size else 0.0
+        self._wake_lock = threading.Lock()
         self._submitted: deque[Operation] = deque()
-        self._live: dict[_Key, Operation] = {}
-        self._batches: deque[list[_Agreed]] = deque()
         self._unnamed: dict[tuple[str, int], int] = {}
-        self._failure: HorovodInternalError | None = None
         self._leaving = ""
         self._orphaned = ""
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="hvdp-engine", daemon=True)
         self._thread.start()
 
@@ -92,7 +82,7 @@ class Engine:
         Raises:
             InvalidArgumentError: this rank is not a member, or there is no such set.
         """
-        group = self._groups.get(process_set)
+        group = self.executor.groups.get(process_set)
         if group is None:
             raise InvalidArgumentError(
                 f"rank {self.rank} is not a member of process set {process_set}, or the set was removed: "
@@ -100,21 +90,9 @@ class Engine:
             )
         return group
 
-    def add_group(self, group: Group) -> None:
-        self._groups[group.number] = group
-
-    def remove_group(self, process_set: int) -> None:
-        group = self._groups.pop(process_set, None)
-        if group is not None:
-            self.transport.forget(group)
-
-    def adopt(self, buffer: Buffer) -> None:
-        """Keep a buffer that was allocated while this rank had joined, until all have."""
-        self._adopted.append(buffer)
-
     def unnamed(self, kind: str, process_set: int) -> str:
         """A name for a call without one: the same on all ranks that make the same calls."""
-        with self._lock:
+        with self._wake_lock:
             count = self._unnamed.get((kind, process_set), 0)
             self._unnamed[kind, process_set] = count + 1
         return f"{kind}.noname.{count}"
@@ -126,35 +104,36 @@ class Engine:
             InvalidArgumentError: an operation of one of the names is in flight; none is submitted.
             HorovodInternalError: the job has failed.
         """
-        keys = [_key(operation) for operation in operations]
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure.with_traceback(None)
-            for index, key in enumerate(keys):
-                if key in self._live or key in keys[:index]:
-                    raise InvalidArgumentError(_in_flight(self.rank, operations[index]))
-            self._live.update(zip(keys, operations, strict=True))
-            for operation in operations:
-                self._timeline.submitted(operation)
-            self._submitted.extend(operations)
-            self._control.wake()
+        self.executor.accept(operations)
+        self._submitted.extend(operations)
+        self._wake()
         return [operation.handle for operation in operations]
 
     def run(self, operation: Operation) -> object:
-        """Submit one operation and wait for its result."""
-        return self.submit(operation)[0].wait()
+        """Submit one operation, help it along, and return its result; errors as `submit` and its own."""
+        self.executor.accept([operation])
+        self._submitted.append(operation)
+        handle = operation.handle
+        if self._seat.acquire(blocking=False):
+            try:
+                if not self._ended:
+                    self._drive(handle)
+            finally:
+                self._seat.release()
+        else:
+            self._wake()
+        return handle.wait()
 
     def trace_to(self, file: TraceFile | None) -> None:
         """On rank 0: record a timeline of all ranks into a file, or end it."""
-        with self._lock:
+        with self._wheel:
             self._timeline.want(file)
-            self._control.wake()
+        self._wake()
 
     def close(self, reason: str) -> None:
         """Leave the job: peers that still wait for this rank are told `reason`; idempotent."""
-        with self._lock:
-            self._leaving = self._leaving or reason
-            self._control.wake()
+        self._leaving = self._leaving or reason
+        self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -163,36 +142,61 @@ class Engine:
         self._control.abandon()
         self.transport.abandon()
 
-    # The engine's thread ------------------------------------------------------------------
+    def _wake(self) -> None:
+        """Let the background thread take the wheel."""
+        # Under a lock, so that the descriptor is not closed, and its number reused, meanwhile.
+        with self._wake_lock:
+            self._control.wake()
+
+    # Driving ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # Overflow is data here, as in the frameworks; kernels that care ask for the flag.
-        np.seterr(all="ignore")
+        """The background thread."""
+        interval = self._stall_watch.interval if self._control.coordinator is not None else None
+        while not self._ended:
+            self._control.sleep(interval)
+            with self._wheel:
+                self._turn()
+        with self._wake_lock, self._seat:
+            self._control.close()
+        self._timeline.close()
+        self.transport.close()
+
+    def _drive(self, handle: Handle) -> None:
+        """A caller turns the wheel until its operation is done."""
+        caller = threading.get_ident()
+        handle.ring(lambda: None if threading.get_ident() == caller else self._control.ring())
+        self._control.let_sleep(True)
+        spin_until = time.perf_counter() + self._spin
+        while not handle.poll():
+            with self._wheel:
+                self._turn()
+            while not handle.poll():
+                spins = time.perf_counter() < spin_until
+                if self._control.watch(0 if spins else None):
+                    break
+        self._control.let_sleep(False)
+
+    def _turn(self) -> None:
+        """Hear, tell and run whatever there is, without waiting for more; at the wheel."""
+        if self._ended:
+            return
         try:
-            while not self._leaving:
-                self._pump(None)
-                while self._batches:
-                    self._execute(self._batches.popleft())
-                    self._timeline.flush()
-                if self._orphaned:
-                    raise HorovodInternalError(self._orphaned, 0 if self._live else None)
-            self._control.goodbye(self._leaving)
+            self._pump(0)
+            self.executor.run()
+            if self._orphaned:
+                raise HorovodInternalError(self._orphaned, 0 if self.executor.waits else None)
+            if self._leaving:
+                self._control.goodbye(self._leaving)
+                self._end(HorovodInternalError(f"rank {self.rank} has shut down hvdp"))
         except HorovodInternalError as error:
-            self._break(error)
+            self._end(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must not wait for us
             _log.exception("the engine of rank %d failed", self.rank)
-            self._break(HorovodInternalError(f"the engine of rank {self.rank} failed: {error!r}", self.rank))
-        finally:
-            self._break(HorovodInternalError(f"rank {self.rank} has shut down hvdp"))
-            with self._lock:
-                self._control.close()
-            self._timeline.close()
-            self.transport.close()
+            self._end(HorovodInternalError(f"the engine of rank {self.rank} failed: {error!r}", self.rank))
 
-    def _pump(self, seconds: float | None) -> None:
-        """Hear the control plane and pass on what was submitted; runs no operation."""
-        if seconds is None and self._control.coordinator is not None:
-            seconds = self._stall_watch.interval
+    def _pump(self, seconds: float) -> None:
+        """Hear the control plane for up to so many seconds, and pass on what was submitted."""
         self._control.listen(seconds)
         self._timeline.turn()
         while self._submitted:
@@ -201,106 +205,15 @@ class Engine:
         if self._control.coordinator is not None:
             self._stall_watch.look(self._control.coordinator)
 
-    def _deliver(self, notices: list[Notice]) -> None:
-        """Take the verdicts of one frame."""
-        batch = []
-        for notice in notices:
-            key = (notice.signature.process_set, notice.signature.name)
-            operation = self._live.get(key)
-            if notice.error:
-                self._forget(key).handle.fail(self._error(notice))
-                continue
-            if operation is None or self.rank in notice.absent:
-                operation = OPERATIONS[notice.signature.kind].stand_in(notice.signature, self)
-            size = self._groups[key[0]].size
-            each = len(notice.extras) // size
-            extras = tuple(notice.extras[i * each : (i + 1) * each] for i in range(size))
-            self._timeline.agreed(operation)
-            batch.append(_Agreed(operation, Terms(extras, notice.absent)))
-        self._batches.append(batch)
-
-    def _error(self, notice: Notice) -> HvdpError:
-        if notice.gone >= 0:
-            self._blame(notice.gone)
-            return HorovodInternalError(notice.error, notice.gone)
-        return (InvalidArgumentError if notice.invalid else MismatchError)(notice.error)
-
     def _lost_coordinator(self, peer: int, reason: str) -> None:
         """What has been agreed on needs nothing more of rank 0, and may still run here."""
         self._orphaned = f"rank {peer} {reason}"
 
-    def _forget(self, key: _Key) -> Operation:
-        with self._lock:
-            return self._live.pop(key)
-
-    # Running ------------------------------------------------------------------------------
-
-    def _execute(self, batch: list[_Agreed]) -> None:
-        """Run what one frame agreed on; small operations that fit together as one.
-
-        A batch may only be cut by what all members see alike.
-        """
-        for (batch_key, _), run in groupby(batch, key=lambda a: (a.operation.batch_key, a.terms.absent)):
-            agreed = list(run)
-            if batch_key is not None and len(agreed) > 1 and self.transport.order_free:
-                self._execute_together(agreed)
-            else:
-                for one in agreed:
-                    self._execute_together([one])
-
-    def _execute_together(self, batch: Sequence[_Agreed]) -> None:
-        operations = [agreed.operation for agreed in batch]
-        first, terms = operations[0], batch[0].terms
-        group = self._groups[first.signature.process_set]
-        try:
-            if len(batch) == 1:
-                results = [first.execute(self.transport, group, terms)]
-            else:
-                results = first.execute_batch(operations, self.transport, group, terms)
-        except HorovodInternalError:
-            raise
-        except HvdpError as error:
-            # Transports raise these on all members alike, so the engine goes on.
-            for operation in operations:
-                self._end(operation).fail(error)
-            return
-        except Exception as error:
-            names = ", ".join(operation.signature.name for operation in operations)
-            raise HorovodInternalError(f"rank {self.rank} failed in {names}: {error!r}", self.rank) from error
-        for operation, result in zip(operations, results, strict=True):
-            self._end(operation).complete(result)
-
-    def _end(self, operation: Operation) -> Handle:
-        self._timeline.ended(operation)
-        with self._lock:
-            if self._live.get(_key(operation)) is operation:
-                del self._live[_key(operation)]
-        return operation.handle
-
-    # Ends ---------------------------------------------------------------------------------
-
-    def _break(self, error: HorovodInternalError) -> None:
-        """Fail everything in flight, and everybody else; only the first call does."""
-        with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = error
-            live, self._live = self._live, {}
-            self._submitted.clear()
+    def _end(self, error: HorovodInternalError) -> None:
+        """Fail everything in flight, and everybody else; the background thread then cleans up."""
+        self._ended = True
         if not self._leaving and error.rank is not None:
             self._blame(error.rank)
             self._control.abort(error.rank, str(error))
-        for operation in live.values():
-            operation.handle.fail(error)
-
-
-def _key(operation: Operation) -> _Key:
-    return operation.signature.process_set, operation.signature.name
-
-
-def _in_flight(rank: int, operation: Operation) -> str:
-    signature = operation.signature
-    return (
-        f"rank {rank} submitted {signature.kind.value} {signature.name!r} while one of that name is in "
-        "flight: wait for its handle first, or give each tensor its own name."
-    )
+        self.executor.fail(error)
+        self._wake()

@@ -22,6 +22,13 @@ class Handle:
         self._result: Any = None
         self._error: HvdpError | None = None
         self._finish: Callable[[Any], Any] | None = None
+        self._bells: list[Callable[[], None]] = []
+
+    def ring(self, bell: Callable[[], None]) -> None:
+        """Have `bell` called once at completion, by whoever completes; at once if done."""
+        self._bells.append(bell)
+        if self._done:
+            bell()
 
     def then(self, finish: Callable[[Any], Any]) -> Handle:
         """Let the first `wait` pass the result through `finish`, in the waiting thread."""
@@ -53,14 +60,18 @@ class Handle:
     def complete(self, result: Any) -> None:
         """Called by the engine, once."""
         self._result = result
-        self._done = True
-        self._latch.release()
+        self._open()
 
     def fail(self, error: HvdpError) -> None:
         """Called by the engine, once."""
         self._error = error
+        self._open()
+
+    def _open(self) -> None:
         self._done = True
         self._latch.release()
+        for bell in self._bells:
+            bell()
 
 
 class GroupHandle(Handle):

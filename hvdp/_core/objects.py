@@ -59,12 +59,12 @@ def allgather_object(obj: Any, name: str | None = None, process_set: int = 0) ->
 
 
 def _broadcast(data: Array, root_rank: int, options: Options) -> Array:
-    result: Array = submit.alone(submit.broadcast(data, root_rank, options)).wait()
+    result: Array = submit.at_once(submit.broadcast(data, root_rank, options))
     return result
 
 
 def _allgather(data: Array, options: Options) -> Array:
-    result: Array = submit.alone(submit.allgather(data, options)).wait()
+    result: Array = submit.at_once(submit.allgather(data, options))
     return result
 
 

@@ -14,7 +14,7 @@ from hvdp._core.process_sets import Group
 from hvdp.transports.base import Transport
 
 if TYPE_CHECKING:
-    from hvdp._core.engine import Engine
+    from hvdp._core.executor import Executor
 
 __all__ = ["Operation", "Terms"]
 
@@ -62,7 +62,7 @@ class Operation(ABC):
         return None
 
     @classmethod
-    def stand_in(cls, signature: Signature, engine: Engine) -> Operation:
+    def stand_in(cls, signature: Signature, executor: Executor) -> Operation:
         """What a rank that has joined does in the others' operation: it gives nothing."""
         raise NotImplementedError(f"{signature.kind.value} needs every rank")
 

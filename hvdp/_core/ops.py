@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -75,7 +75,7 @@ class Reduction:
 
     def over(self, contributors: int) -> Reduction:
         """The same over so many ranks."""
-        return replace(self, divisor=contributors)
+        return Reduction(self.op, contributors, self.prescale, self.postscale)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdp._core.arrays import Array
+from hvdp._core.arrays import Array, dtype_label
 from hvdp._core.engine import Engine
 from hvdp._core.handles import GroupHandle, Handle
 from hvdp._core.operation import Operation
@@ -36,6 +36,7 @@ __all__ = [
     "allreduce",
     "alltoall",
     "alone",
+    "at_once",
     "barrier",
     "broadcast",
     "faulty",
@@ -144,6 +145,11 @@ def alone(operation: Operation) -> Handle:
     return _engine(operation.signature.kind).submit(operation)[0]
 
 
+def at_once(operation: Operation) -> Any:
+    """Submit one operation and wait for its result."""
+    return _engine(operation.signature.kind).run(operation)
+
+
 def grouped(operations: Sequence[Operation]) -> GroupHandle:
     """Submit several operations at once; the result is the list of theirs."""
     if not operations:
@@ -163,5 +169,5 @@ def _signature(kind: Kind, data: Array, options: Options, **fields: Any) -> Sign
         name, once = engine.unnamed(kind.value, options.process_set), True
     fields = {"shape": data.shape} | fields
     return Signature(
-        kind, name, options.process_set, data.dtype.name, device=options.device, once=once, **fields
+        kind, name, options.process_set, dtype_label(data.dtype), device=options.device, once=once, **fields
     )

@@ -13,7 +13,7 @@ from hvdp._core.handles import Handle
 from hvdp._core.operation import Operation
 from hvdp._core.ops import Kind, Sum
 from hvdp._core.runtime import runtime
-from hvdp.collectives.tensors import OnTensors, T, gradient_name
+from hvdp.collectives.tensors import Build, OnTensors, T, gradient_name
 from hvdp.process_sets import ProcessSet, global_process_set
 
 __all__ = ["Movements"]
@@ -29,7 +29,9 @@ class Movements(OnTensors[T]):
         scalar counts as a tensor of one.
         """
         return self._tensors.with_gradient(
-            lambda values: [self.allgather_async(values[0], name, process_set).wait()],
+            lambda values: [
+                submit.at_once(self._one(Kind.ALLGATHER, values[0], name, process_set, self._gathered))
+            ],
             lambda gradients: self._own_rows([tensor], gradients, gradient_name(name), process_set),
             [tensor],
         )[0]
@@ -38,8 +40,7 @@ class Movements(OnTensors[T]):
         self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> Handle:
         """`allgather` that returns a handle."""
-        options = self._options(tensor, name, process_set)
-        return submit.alone(self._one(Kind.ALLGATHER, tensor, options, self._gathered))
+        return submit.alone(self._one(Kind.ALLGATHER, tensor, name, process_set, self._gathered))
 
     def grouped_allgather(
         self, tensors: Sequence[T], name: str | None = None, process_set: ProcessSet = global_process_set
@@ -71,46 +72,33 @@ class Movements(OnTensors[T]):
                 total[...] = 0
             return [self._tensors.made(total, gradients[0])]
 
-        return self._tensors.with_gradient(
-            lambda values: [self.broadcast_async(values[0], root_rank, name, process_set).wait()],
-            backward,
-            [tensor],
-        )[0]
+        def forward(values: list[T]) -> list[T]:
+            build = self._sent(root_rank)
+            return [submit.at_once(self._one(Kind.BROADCAST, values[0], name, process_set, build))]
+
+        return self._tensors.with_gradient(forward, backward, [tensor])[0]
 
     def broadcast_async(
         self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> Handle:
         """`broadcast` that returns a handle; `tensor` may be reused at once."""
-
-        def build(tensor: T, options: submit.Options) -> Operation:
-            operation = submit.broadcast(self._tensors.copied(tensor), root_rank, options)
-            operation.handle.then(lambda out: self._tensors.made(out, tensor))
-            return operation
-
-        return submit.alone(
-            self._one(Kind.BROADCAST, tensor, self._options(tensor, name, process_set), build)
-        )
+        build = self._sent(root_rank)
+        return submit.alone(self._one(Kind.BROADCAST, tensor, name, process_set, build))
 
     def broadcast_(
         self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> T:
         """`broadcast` in place."""
-        result: T = self.broadcast_async_(tensor, root_rank, name, process_set).wait()
+        build = self._sent_in_place(root_rank)
+        result: T = submit.at_once(self._one(Kind.BROADCAST, tensor, name, process_set, build))
         return result
 
     def broadcast_async_(
         self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> Handle:
         """`broadcast_` that returns a handle."""
-
-        def build(tensor: T, options: submit.Options) -> Operation:
-            operation = submit.broadcast(self._tensors.writable(tensor), root_rank, options)
-            operation.handle.then(lambda out: self._tensors.written(tensor, out))
-            return operation
-
-        return submit.alone(
-            self._one(Kind.BROADCAST, tensor, self._options(tensor, name, process_set), build)
-        )
+        build = self._sent_in_place(root_rank)
+        return submit.alone(self._one(Kind.BROADCAST, tensor, name, process_set, build))
 
     def alltoall(
         self,
@@ -132,7 +120,8 @@ class Movements(OnTensors[T]):
         received: list[T] = []
 
         def forward(values: list[T]) -> list[T]:
-            result = self.alltoall_async(values[0], splits, name, process_set).wait()
+            build = self._exchanged(splits)
+            result = submit.at_once(self._one(Kind.ALLTOALL, values[0], name, process_set, build))
             if splits is None:
                 return [result]
             received[:] = [result[1]]
@@ -155,6 +144,25 @@ class Movements(OnTensors[T]):
         process_set: ProcessSet = global_process_set,
     ) -> Handle:
         """`alltoall` that returns a handle."""
+        return submit.alone(self._one(Kind.ALLTOALL, tensor, name, process_set, self._exchanged(splits)))
+
+    def _sent(self, root_rank: int) -> Build[T]:
+        def build(tensor: T, options: submit.Options) -> Operation:
+            operation = submit.broadcast(self._tensors.copied(tensor), root_rank, options)
+            operation.handle.then(lambda out: self._tensors.made(out, tensor))
+            return operation
+
+        return build
+
+    def _sent_in_place(self, root_rank: int) -> Build[T]:
+        def build(tensor: T, options: submit.Options) -> Operation:
+            operation = submit.broadcast(self._tensors.writable(tensor), root_rank, options)
+            operation.handle.then(lambda out: self._tensors.written(tensor, out))
+            return operation
+
+        return build
+
+    def _exchanged(self, splits: Any) -> Build[T]:
         wanted = splits.tolist() if hasattr(splits, "tolist") else splits
 
         def build(tensor: T, options: submit.Options) -> Operation:
@@ -169,7 +177,7 @@ class Movements(OnTensors[T]):
             operation.handle.then(finish)
             return operation
 
-        return submit.alone(self._one(Kind.ALLTOALL, tensor, self._options(tensor, name, process_set), build))
+        return build
 
     def _summed(self, gradients: Sequence[T], name: str | None, process_set: ProcessSet) -> list[Array]:
         options = self._options(gradients[0], name, process_set)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hvdp._core import submit
 from hvdp._core.compression import Compressor, NoCompressor
 from hvdp._core.handles import Handle
 from hvdp._core.operation import Operation
 from hvdp._core.ops import Average, Kind, ReduceOp, Sum
-from hvdp.collectives.tensors import Map, OnTensors, T, gradient_name
+from hvdp.collectives.tensors import Build, Map, OnTensors, T, gradient_name
 from hvdp.errors import InvalidArgumentError
 from hvdp.process_sets import ProcessSet, global_process_set
 
 __all__ = ["Reductions", "no_compression"]
 
 no_compression = NoCompressor()
-
-_Build = Callable[[T, submit.Options], Operation]
 
 
 class Reductions(OnTensors[T]):
@@ -41,17 +39,18 @@ class Reductions(OnTensors[T]):
             prescale_factor, postscale_factor: each rank's values are multiplied before, the
                 result after.
         """
-        rest = (prescale_factor, postscale_factor, process_set)
-        return self._through(
-            compression,
-            [tensor],
-            lambda values: [self.allreduce_async(values[0], average, name, op, *rest).wait()],
-            lambda gradients: [
-                self.allreduce_async(
-                    gradients[0], None, gradient_name(name), _linear(average, op), *rest
-                ).wait()
-            ],
-        )[0]
+        factors = (prescale_factor, postscale_factor)
+
+        def forward(values: list[T]) -> list[T]:
+            build = self._new(average, op, *factors)
+            return [submit.at_once(self._one(Kind.ALLREDUCE, values[0], name, process_set, build))]
+
+        def backward(gradients: list[T]) -> list[T]:
+            build = self._new(None, _linear(average, op), *factors)
+            label = gradient_name(name)
+            return [submit.at_once(self._one(Kind.ALLREDUCE, gradients[0], label, process_set, build))]
+
+        return self._through(compression, [tensor], forward, backward)[0]
 
     def allreduce_async(
         self,
@@ -65,8 +64,7 @@ class Reductions(OnTensors[T]):
     ) -> Handle:
         """`allreduce` that returns a handle; `tensor` may be reused at once."""
         build = self._new(average, op, prescale_factor, postscale_factor)
-        options = self._options(tensor, name, process_set)
-        return submit.alone(self._one(Kind.ALLREDUCE, tensor, options, build))
+        return submit.alone(self._one(Kind.ALLREDUCE, tensor, name, process_set, build))
 
     def allreduce_(
         self,
@@ -79,9 +77,8 @@ class Reductions(OnTensors[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """`allreduce` in place."""
-        result: T = self.allreduce_async_(
-            tensor, average, name, op, prescale_factor, postscale_factor, process_set
-        ).wait()
+        build = self._in_place(average, op, prescale_factor, postscale_factor)
+        result: T = submit.at_once(self._one(Kind.ALLREDUCE, tensor, name, process_set, build))
         return result
 
     def allreduce_async_(
@@ -96,8 +93,7 @@ class Reductions(OnTensors[T]):
     ) -> Handle:
         """`allreduce_` that returns a handle."""
         build = self._in_place(average, op, prescale_factor, postscale_factor)
-        options = self._options(tensor, name, process_set)
-        return submit.alone(self._one(Kind.ALLREDUCE, tensor, options, build))
+        return submit.alone(self._one(Kind.ALLREDUCE, tensor, name, process_set, build))
 
     def grouped_allreduce(
         self,
@@ -183,12 +179,14 @@ class Reductions(OnTensors[T]):
         Args:
             op: as for allreduce, without Adasum.
         """
-        rest = (op, process_set, prescale_factor, postscale_factor)
+        build = self._scattered(op, prescale_factor, postscale_factor)
         return self._through(
             compression,
             [tensor],
-            lambda values: [self.reducescatter_async(values[0], name, *rest).wait()],
-            self._gathered_gradients(name, *rest),
+            lambda values: [
+                submit.at_once(self._one(Kind.REDUCESCATTER, values[0], name, process_set, build))
+            ],
+            self._gathered_gradients(name, op, process_set, prescale_factor, postscale_factor),
         )[0]
 
     def reducescatter_async(
@@ -202,8 +200,7 @@ class Reductions(OnTensors[T]):
     ) -> Handle:
         """`reducescatter` that returns a handle."""
         build = self._scattered(op, prescale_factor, postscale_factor)
-        options = self._options(tensor, name, process_set)
-        return submit.alone(self._one(Kind.REDUCESCATTER, tensor, options, build))
+        return submit.alone(self._one(Kind.REDUCESCATTER, tensor, name, process_set, build))
 
     def grouped_reducescatter(
         self,
@@ -270,7 +267,7 @@ class Reductions(OnTensors[T]):
 
         return backward
 
-    def _new(self, average: bool | None, op: int | None, prescale: float, postscale: float) -> _Build[T]:
+    def _new(self, average: bool | None, op: int | None, prescale: float, postscale: float) -> Build[T]:
         def build(tensor: T, options: submit.Options) -> Operation:
             data = self._tensors.copied(tensor)
             operation = submit.allreduce(data, ReduceOp.resolve(average, op), prescale, postscale, options)
@@ -279,7 +276,7 @@ class Reductions(OnTensors[T]):
 
         return build
 
-    def _in_place(self, average: bool | None, op: int | None, prescale: float, postscale: float) -> _Build[T]:
+    def _in_place(self, average: bool | None, op: int | None, prescale: float, postscale: float) -> Build[T]:
         def build(tensor: T, options: submit.Options) -> Operation:
             data = self._tensors.writable(tensor)
             operation = submit.allreduce(data, ReduceOp.resolve(average, op), prescale, postscale, options)
@@ -288,7 +285,7 @@ class Reductions(OnTensors[T]):
 
         return build
 
-    def _scattered(self, op: int, prescale: float, postscale: float) -> _Build[T]:
+    def _scattered(self, op: int, prescale: float, postscale: float) -> Build[T]:
         def build(tensor: T, options: submit.Options) -> Operation:
             data = self._tensors.shared(tensor)
             operation = submit.reducescatter(data, ReduceOp.check(op), prescale, postscale, options)

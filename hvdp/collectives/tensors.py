@@ -13,10 +13,11 @@ from hvdp._core.submit import Options
 from hvdp.errors import InvalidArgumentError
 from hvdp.process_sets import ProcessSet
 
-__all__ = ["Map", "OnTensors", "T", "Tensors", "gradient_name"]
+__all__ = ["Build", "Map", "OnTensors", "T", "Tensors", "gradient_name"]
 
 T = TypeVar("T")
 Map = Callable[[list[T]], list[T]]
+Build = Callable[[T, Options], Operation]
 
 
 class Tensors(Protocol[T]):
@@ -67,16 +68,27 @@ class OnTensors(Generic[T]):
         tensors: Sequence[T],
         name: str | None,
         process_set: ProcessSet,
-        build: Callable[[T, Options], Operation],
+        build: Build[T],
     ) -> list[Operation]:
         """An operation for each tensor of a group, under a name of its own."""
         return [
-            self._one(kind, tensor, self._options(tensor, name, process_set).numbered(index), build)
+            self._described(kind, tensor, self._options(tensor, name, process_set).numbered(index), build)
             for index, tensor in enumerate(tensors)
         ]
 
+    def _one(
+        self,
+        kind: Kind,
+        tensor: T,
+        name: str | None,
+        process_set: ProcessSet,
+        build: Build[T],
+    ) -> Operation:
+        """The operation for one tensor."""
+        return self._described(kind, tensor, self._options(tensor, name, process_set), build)
+
     @staticmethod
-    def _one(kind: Kind, tensor: T, options: Options, build: Callable[[T, Options], Operation]) -> Operation:
+    def _described(kind: Kind, tensor: T, options: Options, build: Build[T]) -> Operation:
         """What `build` returns; where it finds an argument wrong, an operation that tells everybody."""
         try:
             return build(tensor, options)

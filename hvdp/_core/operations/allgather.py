@@ -35,7 +35,7 @@ class Allgather(Operation):
         return self.data.nbytes
 
     @classmethod
-    def stand_in(cls, signature: Signature, engine: Any) -> Allgather:
+    def stand_in(cls, signature: Signature, executor: Any) -> Allgather:
         return cls(signature, np.empty((0, *signature.shape), dtype_named(signature.dtype)))
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> Array:

@@ -42,7 +42,7 @@ class Allreduce(Operation):
         return self.data.nbytes
 
     @classmethod
-    def stand_in(cls, signature: Signature, engine: Any) -> Allreduce:
+    def stand_in(cls, signature: Signature, executor: Any) -> Allreduce:
         return cls(signature, np.zeros(math.prod(signature.shape), dtype_named(signature.dtype)))
 
     @property

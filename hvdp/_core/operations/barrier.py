@@ -19,7 +19,7 @@ class Barrier(Operation):
         super().__init__(Signature(Kind.BARRIER, name, process_set, once=True))
 
     @classmethod
-    def stand_in(cls, signature: Signature, engine: Any) -> Barrier:
+    def stand_in(cls, signature: Signature, executor: Any) -> Barrier:
         return cls(signature.name, signature.process_set)
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> None:

@@ -31,9 +31,9 @@ class Broadcast(Operation):
         return self.data.nbytes
 
     @classmethod
-    def stand_in(cls, signature: Signature, engine: Any) -> Broadcast:
+    def stand_in(cls, signature: Signature, executor: Any) -> Broadcast:
         data = np.empty(signature.shape, dtype_named(signature.dtype))
-        return cls(signature, data, engine.group(signature.process_set).ranks)
+        return cls(signature, data, executor.groups[signature.process_set].ranks)
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> Array:
         if self.data.size:

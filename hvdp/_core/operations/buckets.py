@@ -18,8 +18,10 @@ class Allocate(Operation):
 
     kind = Kind.ALLOCATE
 
-    def __init__(self, name: str, nbytes: int, process_set: int, engine: Any, adopted: bool = False) -> None:
-        self._engine = engine
+    def __init__(
+        self, name: str, nbytes: int, process_set: int, executor: Any, adopted: bool = False
+    ) -> None:
+        self._executor = executor
         self._adopted = adopted
         super().__init__(
             Signature(Kind.ALLOCATE, f"{name}.allocate", process_set, shape=(nbytes,), once=True)
@@ -27,15 +29,15 @@ class Allocate(Operation):
         self._name = name
 
     @classmethod
-    def stand_in(cls, signature: Signature, engine: Any) -> Allocate:
+    def stand_in(cls, signature: Signature, executor: Any) -> Allocate:
         name = signature.name.removesuffix(".allocate")
-        return cls(name, signature.shape[0], signature.process_set, engine, adopted=True)
+        return cls(name, signature.shape[0], signature.process_set, executor, adopted=True)
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> Buffer:
         buffer = transport.allocate(group, self.signature.shape[0])
-        self._engine.buffers[self._name] = buffer
+        self._executor.buffers[self._name] = buffer
         if self._adopted:
-            self._engine.adopt(buffer)
+            self._executor.adopt(buffer)
         return buffer
 
 
@@ -53,8 +55,8 @@ class ReduceBucket(Operation):
         return self.signature.shape[0] * dtype_named(self.signature.dtype).itemsize
 
     @classmethod
-    def stand_in(cls, signature: Signature, engine: Any) -> ReduceBucket:
-        buffer = engine.buffers[signature.name]
+    def stand_in(cls, signature: Signature, executor: Any) -> ReduceBucket:
+        buffer = executor.buffers[signature.name]
         buffer.data[...] = 0
         return cls(signature, buffer)
 

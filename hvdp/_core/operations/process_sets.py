@@ -17,24 +17,26 @@ class AddProcessSet(Operation):
 
     kind = Kind.ADD_PROCESS_SET
 
-    def __init__(self, name: str, ranks: tuple[int, ...], engine: Any, fault: str = "") -> None:
-        self._engine = engine
+    def __init__(self, name: str, ranks: tuple[int, ...], executor: Any, fault: str = "") -> None:
+        self._executor = executor
         super().__init__(Signature(self.kind, name, shape=ranks, once=True), (0,), fault)
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> int:
         ((number,), *_) = terms.extras
         ranks = self.signature.shape
-        if self._engine.rank in ranks:
-            self._engine.add_group(Group(number, ranks, ranks.index(self._engine.rank)))
+        if self._executor.rank in ranks:
+            self._executor.groups[number] = Group(number, ranks, ranks.index(self._executor.rank))
         return number
 
 
 class RemoveProcessSet(Operation):
     kind = Kind.REMOVE_PROCESS_SET
 
-    def __init__(self, name: str, number: int, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, name: str, number: int, executor: Any) -> None:
+        self._executor = executor
         super().__init__(Signature(self.kind, name, shape=(number,), once=True))
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> None:
-        self._engine.remove_group(self.signature.shape[0])
+        removed = self._executor.groups.pop(self.signature.shape[0], None)
+        if removed is not None:
+            transport.forget(removed)

@@ -42,7 +42,7 @@ class Reducescatter(Operation):
         return self.data.nbytes
 
     @classmethod
-    def stand_in(cls, signature: Signature, engine: Any) -> Reducescatter:
+    def stand_in(cls, signature: Signature, executor: Any) -> Reducescatter:
         return cls(signature, np.zeros(signature.shape, dtype_named(signature.dtype)))
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> Array:
