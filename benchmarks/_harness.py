@@ -96,8 +96,13 @@ class World:
         contenders: Mapping[str, Callable[[], object]],
         repetitions: int,
         prepare: Callable[[], object] = lambda: None,
+        burst: int = 1,
     ) -> dict[str, list[float]]:
-        """Seconds of each contender in each repetition, the slowest rank's; the order rotates."""
+        """Seconds of each contender in each repetition, the slowest rank's; the order rotates.
+
+        Args:
+            burst: calls in a repetition, which counts as their mean.
+        """
         names = list(contenders)
         times: dict[str, list[float]] = {name: [] for name in names}
         for repetition in range(repetitions):
@@ -106,8 +111,9 @@ class World:
                 prepare()
                 self.mpi.Barrier()
                 began = time.perf_counter()
-                contenders[name]()
-                times[name].append(time.perf_counter() - began)
+                for _ in range(burst):
+                    contenders[name]()
+                times[name].append((time.perf_counter() - began) / burst)
         everyone: list[dict[str, list[float]]] = self.mpi.allgather(times)
         return {
             name: [max(turn) for turn in zip(*(t[name] for t in everyone), strict=True)] for name in names

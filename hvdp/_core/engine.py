@@ -30,7 +30,7 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
 
-_SPIN_SECONDS = 0.0001
+_SPIN_SECONDS = 0.0003
 """How long a caller looks for the answer again and again before it falls asleep."""
 
 

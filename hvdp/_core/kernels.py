@@ -22,9 +22,9 @@ import ml_dtypes
 import numpy as np
 
 from hvdp._core.arrays import Array
-from hvdp._core.ops import Average, Max, Min, Product, Reduction, Sum
+from hvdp._core.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum
 
-__all__ = ["PIECE_BYTES", "pieces", "reduce_into"]
+__all__ = ["PIECE_BYTES", "neutral", "pieces", "reduce_into"]
 
 PIECE_BYTES = 1 << 17
 """Bytes of one operand in one kernel call: a few of them fit a core's L2 cache."""
@@ -49,6 +49,19 @@ def pieces(start: int, stop: int, itemsize: int) -> list[tuple[int, int]]:
     """Cut the element range [start, stop) into ranges of at most PIECE_BYTES."""
     step = max(1, PIECE_BYTES // itemsize)
     return [(lo, min(lo + step, stop)) for lo in range(start, stop, step)]
+
+
+def neutral(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
+    """The value that changes nothing: what a rank without data gives."""
+    if op is Product:
+        return dtype.type(1)
+    if op not in (Min, Max):
+        return dtype.type(0)
+    if dtype.kind == "b":
+        return op is Min
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).max if op is Min else np.iinfo(dtype).min
+    return dtype.type(np.inf if op is Min else -np.inf)
 
 
 def reduce_into(out: Array, sources: Sequence[Array], reduction: Reduction) -> None:

@@ -47,9 +47,9 @@ def join(device: int = -1) -> int:
     """Say that this rank has no more data, and wait until all ranks have said so.
 
     Meanwhile the others go on: in their collectives this rank takes part with nothing to
-    give. An Average divides by the number of ranks that still have data; a Sum, Min, Max or
-    Product sees zeros from this one; allgather gets no rows of it. Broadcast from a joined
-    rank, alltoall and changes of process sets are errors on the ranks that call them.
+    give. An Average divides by the number of ranks that still have data, other ops leave
+    this one out, allgather gets no rows of it. Broadcast from a joined rank, alltoall and
+    changes of process sets are errors on the ranks that call them.
 
     Args:
         device: accepted as Horovod accepts it; not needed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from hvdp._core.adasum import adasum
 from hvdp._core.arrays import Array, dtype_named
+from hvdp._core.kernels import neutral
 from hvdp._core.operation import Operation, Terms
 from hvdp._core.operations.checks import dtype_fault, reduction_fault
 from hvdp._core.ops import Adasum, Kind, ReduceOp, Reduction, Signature
@@ -43,7 +43,8 @@ class Allreduce(Operation):
 
     @classmethod
     def stand_in(cls, signature: Signature, executor: Any) -> Allreduce:
-        return cls(signature, np.zeros(math.prod(signature.shape), dtype_named(signature.dtype)))
+        dtype = dtype_named(signature.dtype)
+        return cls(signature, np.full(signature.shape, neutral(ReduceOp[signature.op], dtype), dtype))
 
     @property
     def batch_key(self) -> Hashable | None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdp._core.arrays import Array, dtype_named
+from hvdp._core.kernels import neutral
 from hvdp._core.operation import Operation, Terms
 from hvdp._core.operations.checks import dtype_fault, reduction_fault
 from hvdp._core.ops import Adasum, Kind, ReduceOp, Reduction, Signature
@@ -43,7 +44,8 @@ class Reducescatter(Operation):
 
     @classmethod
     def stand_in(cls, signature: Signature, executor: Any) -> Reducescatter:
-        return cls(signature, np.zeros(signature.shape, dtype_named(signature.dtype)))
+        dtype = dtype_named(signature.dtype)
+        return cls(signature, np.full(signature.shape, neutral(ReduceOp[signature.op], dtype), dtype))
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> Array:
         rows, *rest = self.data.shape
