@@ -215,5 +215,6 @@ class Engine:
         if not self._leaving and error.rank is not None:
             self._blame(error.rank)
             self._control.abort(error.rank, str(error))
+            self.transport.broken = not self._orphaned
         self.executor.fail(error)
         self._wake()

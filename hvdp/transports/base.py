@@ -47,6 +47,7 @@ class Transport(ABC):
         order_free: an element's result does not depend on what is reduced together with it,
             so that tensors may be fused without changing a bit.
         pause: set by the engine before the first operation.
+        broken: set by the engine before `close` if a peer has died: do not wait for it.
     """
 
     name: ClassVar[str]
@@ -54,6 +55,7 @@ class Transport(ABC):
 
     def __init__(self) -> None:
         self.pause: Pause = lambda seconds: None
+        self.broken = False
 
     def allocate(self, group: Group, nbytes: int) -> Buffer:
         """Zeroed memory from which this transport reduces fastest.

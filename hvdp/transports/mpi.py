@@ -186,6 +186,8 @@ class MpiTransport(Transport):
         self._wait(self._comm(group).Ibarrier(), 0)
 
     def close(self) -> None:
+        global _failed
+        _failed = _failed or self.broken
         if not _failed and not self._MPI.Is_finalized():
             with contextlib.suppress(self._MPI.Exception):
                 for comm in [*self._comms.values(), self._world]:
