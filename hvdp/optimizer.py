@@ -12,31 +12,80 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
+from hvdp._core import submit
 from hvdp._core.agreement import check_same_parameters
 from hvdp._core.arrays import Array, dtype_named
 from hvdp._core.buckets import BucketPlan, ParameterSpec, Slot, plan
 from hvdp._core.handles import Handle
-from hvdp._core.objects import broadcast_object
+from hvdp._core.objects import allgather_object
 from hvdp._core.operations import Allocate, ReduceBucket
-from hvdp._core.ops import Average, Kind, ReduceOp, Signature
+from hvdp._core.ops import Average, Kind, ReduceOp, Signature, Sum
 from hvdp._core.runtime import runtime
+from hvdp._core.submit import Options
 from hvdp.errors import InvalidArgumentError
 from hvdp.transports.base import Buffer
 
-__all__ = ["GradientReducer", "GradientStore"]
+__all__ = ["GradientReducer", "GradientStore", "Policy"]
 
 
 class GradientStore(Protocol):
     """What an adapter does for parameter number `index`; called on the thread of backward or step."""
 
     def bind(self, index: int, memory: Array) -> None:
-        """From now on `memory` (flat, the parameter's dtype and count) is its place in a bucket."""
+        """From now on `memory` (flat, of the spec's dtype and count) is its place in a bucket."""
 
     def collect(self, index: int) -> bool:
         """Bring the current gradient into its place, or zeros if there is none; whether there is one."""
 
     def deliver(self, index: int) -> None:
-        """Make the averaged content of its place the gradient."""
+        """Make the reduced content of its place the gradient."""
+
+    def holds_place(self, index: int) -> bool:
+        """Whether the current gradient lies in its place, so that backward has added to it."""
+
+    def sparse_dimensions(self, index: int) -> int:
+        """How many of the current gradient's dimensions are sparse; 0 if it is dense or there is none."""
+
+    def sparse_entries(self, index: int, dimensions: int) -> tuple[Array, Array, bool]:
+        """The current gradient's coordinates (entries, dimensions) and values, and whether there is one.
+
+        Equal coordinates are added up; no entries where there is no gradient.
+        """
+
+    def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
+        """Make these entries the gradient, equal coordinates added up."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How gradients are reduced; equal on all ranks.
+
+    Attributes:
+        op: Average or Sum.
+        passes_per_step: backward passes in a window.
+        predivide: averages are divided by this much before the sum, and by the rest after it.
+        bucket_bytes: cap of a bucket.
+        groups: parameters that share a bucket whatever its size; the others fill buckets.
+        group_count: or make so many such groups of all parameters.
+        process_set: number of the process set that trains together.
+        weighted: ranks count by the weight they set, not equally.
+    """
+
+    op: ReduceOp
+    passes_per_step: int
+    bucket_bytes: int
+    predivide: float = 1.0
+    groups: tuple[tuple[int, ...], ...] = ()
+    group_count: int = 0
+    process_set: int = 0
+    weighted: bool = False
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether reducing a reduced gradient again leaves it as it is."""
+        return self.op is Average
 
 
 @dataclass
@@ -53,56 +102,66 @@ class _Bucket:
 
 
 class GradientReducer:
-    """Averages one model's gradients over the ranks, a bucket at a time.
+    """Reduces one model's gradients over the ranks, a bucket at a time.
 
     A window is the backward passes between two steps. In its last pass a bucket is
     submitted as soon as all its gradients are ready, while backward goes on; when the pass
-    ends, what is missing is filled with zeros, and all gradients are the average.
+    ends, what is missing is filled with zeros, and all gradients are reduced.
 
-    In the first window the order in which gradients become ready is noted; rank 0's order
-    decides the buckets. Every rank must construct it, with equal arguments.
+    In the first window the order in which gradients become ready is noted; the first rank's
+    order decides the buckets. Every member must construct it, with equal arguments.
 
     Args:
         specs: the parameters, equal on all ranks.
-        passes_per_step: backward passes in a window.
         fault: why this rank's arguments are wrong; every rank raises it.
+
+    Attributes:
+        passes_per_step: may be changed between windows.
+        weight: this rank's, where the policy is weighted.
+        name: unique among the process set's reducers.
 
     Raises:
         MismatchError: the ranks hold different parameters.
     """
 
     def __init__(
-        self,
-        store: GradientStore,
-        specs: Sequence[ParameterSpec],
-        op: ReduceOp,
-        passes_per_step: int,
-        bucket_bytes: int,
-        fault: str = "",
+        self, store: GradientStore, specs: Sequence[ParameterSpec], policy: Policy, fault: str = ""
     ) -> None:
-        self._op = op
-        self._bucket_bytes = bucket_bytes
-        self.passes_per_step = passes_per_step
+        self.policy = policy
+        self.passes_per_step = policy.passes_per_step
+        self.weight = 1.0
         self.replace(store, specs, fault)
 
     def replace(self, store: GradientStore, specs: Sequence[ParameterSpec], fault: str = "") -> None:
         """Start again with other parameters; collective. Gradients stay where they are."""
-        check_same_parameters("DistributedOptimizer", specs, fault)
+        process_set = self.policy.process_set
+        check_same_parameters("DistributedOptimizer", specs, fault, process_set)
         self._store = store
-        self._name = f"gradients.{runtime.serial('gradients')}"
+        self.name = f"gradients.{runtime.serial(f'gradients/{process_set}')}"
         self._specs = specs
         self._order: dict[int, None] = {}
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_Bucket] | None = None
         self._bucket_of: dict[int, _Bucket] = {}
+        self._sparse: dict[int, int] = {}
         self._passes = 0
         self._reductions = 0
 
     def ready(self, index: int) -> None:
-        """The gradient of a parameter has got this pass's share."""
+        """The gradient of a parameter has got this pass's share.
+
+        Raises:
+            InvalidArgumentError: it was added to a gradient that has been reduced for this
+                step already, and reducing that again would count it more than once.
+        """
         bucket = self._bucket_of.get(index)
         if bucket is None:
             self._order[index] = None
             return
+        if self._reductions and not self.policy.repeatable and self._store.holds_place(index):
+            raise InvalidArgumentError(
+                f"gradients were computed again before step() with op={self.policy.op.name}: set "
+                "backward_passes_per_step to the number of backward() calls for each step()."
+            )
         self._store.collect(index)
         if self._passes + 1 < self.passes_per_step:
             return
@@ -111,13 +170,17 @@ class GradientReducer:
             self._launch(bucket)
 
     def end_pass(self) -> None:
-        """A backward pass has ended; the last one of a window returns with averaged gradients."""
+        """A backward pass has ended; the last one of a window returns with reduced gradients."""
         self._passes += 1
         if self._passes >= self.passes_per_step:
             self.reduce()
 
+    def cleared(self) -> None:
+        """The gradients were zeroed: a window begins anew."""
+        self._passes = 0
+
     def before_step(self) -> None:
-        """Reduce what the passes so far have left, if the window is not full."""
+        """Reduce what the passes so far have left, if nothing has been reduced for this step."""
         if not self._reductions:
             self.reduce()
 
@@ -126,40 +189,37 @@ class GradientReducer:
         self._reductions = 0
 
     def reduce(self) -> None:
-        """Reduce now whatever has not been launched, and wait for all buckets.
-
-        Raises:
-            InvalidArgumentError: a second reduction before `after_step` whose result would be wrong.
-        """
+        """Reduce now whatever has not been launched, and wait for everything."""
         self._passes = 0
-        if self._reductions and self._op is not Average:
-            # An average of averages is the average; a sum of sums counts the first pass N times.
-            raise InvalidArgumentError(
-                f"gradients were computed again before step() with op={self._op.name}: set "
-                "backward_passes_per_step to the number of backward() calls for each step()."
-            )
         self._reductions += 1
-        if not self._buckets:
-            self._make_buckets()
+        if self._buckets is None:
+            self._buckets = self._make_buckets()
+        sparse = [self._launch_sparse(index, dimensions) for index, dimensions in self._sparse.items()]
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._launch(bucket)
         for bucket in self._buckets:
             self._finish(bucket)
+        for index, handle in zip(self._sparse, sparse, strict=True):
+            self._finish_sparse(index, handle)
 
     def _launch(self, bucket: _Bucket) -> None:
         for mark, slot in enumerate(bucket.plan.slots):
             bucket.marks[mark] = self._store.collect(slot.parameter)
-        engine = runtime.require("DistributedOptimizer")
-        number = self._buckets.index(bucket)
+        assert self._buckets is not None
         signature = Signature(
             Kind.BUCKET,
-            f"{self._name}.{number}",
+            f"{self.name}.{self._buckets.index(bucket)}",
+            self.policy.process_set,
             dtype=bucket.plan.dtype,
             shape=(bucket.plan.count,),
-            op=self._op.name,
+            op=self.policy.op.name,
+            prescale_factor=1.0 / self.policy.predivide,
+            postscale_factor=self.policy.predivide,
         )
-        (bucket.handle,) = engine.submit(ReduceBucket(signature, bucket.buffer))
+        weight = self.weight if self.policy.weighted else None
+        engine = runtime.require("DistributedOptimizer")
+        (bucket.handle,) = engine.submit(ReduceBucket(signature, bucket.buffer, weight))
 
     def _finish(self, bucket: _Bucket) -> None:
         assert bucket.handle is not None
@@ -169,13 +229,50 @@ class GradientReducer:
                 self._store.deliver(slot.parameter)
         bucket.rearm()
 
-    def _make_buckets(self) -> None:
+    def _launch_sparse(self, index: int, dimensions: int) -> Handle:
+        coordinates, values, exists = self._store.sparse_entries(index, dimensions)
+        weight = self.weight if self.policy.weighted else 1.0
+        if weight != 1.0:
+            values = values * values.dtype.type(weight)
+        options = Options(f"{self.name}.sparse.{index}", self.policy.process_set)
+        return submit.grouped(
+            [
+                submit.allgather(coordinates, options.numbered(0)),
+                submit.allgather(values, options.numbered(1)),
+                submit.allreduce(np.array([weight, exists]), Sum, 1.0, 1.0, options.numbered(2)),
+            ]
+        )
+
+    def _finish_sparse(self, index: int, handle: Handle) -> None:
+        coordinates, values, (weights, existing) = handle.wait()
+        if existing:
+            if self.policy.op is Average:
+                values /= values.dtype.type(weights or 1.0)
+            self._store.deliver_sparse(index, coordinates, values)
+
+    def _make_buckets(self) -> list[_Bucket]:
+        """Agree on the order and on which gradients are sparse, and move gradients into buckets."""
         engine = runtime.require("DistributedOptimizer")
-        seen = list(self._order)
+        policy = self.policy
         unseen = [index for index in reversed(range(len(self._specs))) if index not in self._order]
-        order = broadcast_object(seen + unseen, 0, f"{self._name}.order")
-        for number, bucket_plan in enumerate(plan(self._specs, order, self._bucket_bytes)):
-            buffer = engine.run(Allocate(f"{self._name}.{number}", bucket_plan.nbytes, 0, engine.executor))
+        own_sparse = {index: self._store.sparse_dimensions(index) for index in range(len(self._specs))}
+        views = allgather_object(
+            ([*self._order, *unseen], own_sparse), f"{self.name}.order", policy.process_set
+        )
+        self._sparse = {
+            index: dimensions
+            for index in own_sparse
+            if (dimensions := max(sparse[index] for _, sparse in views))
+        }
+        order = [index for index in views[0][0] if index not in self._sparse]
+        buckets = []
+        for number, bucket_plan in enumerate(
+            plan(self._specs, order, policy.bucket_bytes, policy.groups, policy.group_count)
+        ):
+            allocate = Allocate(
+                f"{self.name}.{number}", bucket_plan.nbytes, policy.process_set, engine.executor
+            )
+            buffer = engine.run(allocate)
             assert isinstance(buffer, Buffer)
             memory = buffer.view(dtype_named(bucket_plan.dtype), bucket_plan.count)
             bucket = _Bucket(bucket_plan, buffer, memory[bucket_plan.marks_start :])
@@ -183,7 +280,8 @@ class GradientReducer:
             for slot in bucket_plan.slots:
                 self._bucket_of[slot.parameter] = bucket
                 self._bind(slot, memory)
-            self._buckets.append(bucket)
+            buckets.append(bucket)
+        return buckets
 
     def _bind(self, slot: Slot, memory: Array) -> None:
         self._store.bind(slot.parameter, memory[slot.start : slot.start + slot.count])

@@ -9,6 +9,7 @@ import numpy as np
 from hvdp._core import submit
 from hvdp._core.buckets import ParameterSpec, fingerprint, first_difference
 from hvdp._core.objects import allgather_object
+from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
 from hvdp.errors import InvalidArgumentError, MismatchError
 
@@ -17,7 +18,9 @@ __all__ = ["check_same_parameters"]
 _FAULT = b"\0" * 32
 
 
-def check_same_parameters(what: str, specs: Sequence[ParameterSpec], fault: str = "") -> None:
+def check_same_parameters(
+    what: str, specs: Sequence[ParameterSpec], fault: str = "", process_set: int = 0
+) -> None:
     """Compare the parameters of all ranks by a fingerprint; collective.
 
     Args:
@@ -29,13 +32,14 @@ def check_same_parameters(what: str, specs: Sequence[ParameterSpec], fault: str 
         InvalidArgumentError: on every rank, if any has a fault.
     """
     mark = _FAULT if fault else fingerprint(specs)
-    gather = submit.allgather(np.frombuffer(mark, np.uint8)[None], Options())
+    gather = submit.allgather(np.frombuffer(mark, np.uint8)[None], Options(process_set=process_set))
     marks = submit.alone(gather).wait()
     if (marks == marks[0]).all() and not fault:
         return
-    everything = allgather_object((fault, list(specs)))
-    faults = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everything) if text]
+    everything = allgather_object((fault, list(specs)), None, process_set)
+    ranks = runtime.require(what).group(process_set).ranks
+    faults = [f"rank {rank}: {text}" for rank, (text, _) in zip(ranks, everything, strict=True) if text]
     if faults:
         raise InvalidArgumentError(f"{what}: {'; '.join(faults)}")
-    difference = first_difference([theirs for _, theirs in everything])
+    difference = first_difference(ranks, [theirs for _, theirs in everything])
     raise MismatchError(f"{what}: the ranks hold different parameters: {difference}.")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["BucketPlan", "ParameterSpec", "Slot", "fingerprint", "first_difference", "plan"]
 
 _ALIGN_BYTES = 64
+_Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -70,33 +71,47 @@ class BucketPlan:
         return self.count * self.itemsize
 
 
-def plan(specs: Sequence[ParameterSpec], order: Iterable[int], bucket_bytes: int) -> list[BucketPlan]:
+def plan(
+    specs: Sequence[ParameterSpec],
+    order: Sequence[int],
+    bucket_bytes: int,
+    groups: Sequence[Sequence[int]] = (),
+    group_count: int = 0,
+) -> list[BucketPlan]:
     """Fill buckets of one dtype each in the given order; a larger parameter has one to itself.
 
     Args:
-        order: every index of `specs` once: the order in which gradients become ready.
+        order: indices of `specs`: the order in which gradients become ready.
         bucket_bytes: cap of a bucket's gradients, bytes.
+        groups: indices that share a bucket (one a dtype) whatever its size.
+        group_count: or cut `order` into so many such groups.
     """
-    open_slots: dict[str, list[Slot]] = {}
-    ends: dict[str, int] = {}
+    if group_count:
+        step = -(-len(order) // group_count)
+        groups = [order[start : start + step] for start in range(0, len(order), step)]
+    group_of = {index: number for number, group in enumerate(groups) for index in group}
+    open_slots: dict[_Key, list[Slot]] = {}
+    ends: dict[_Key, int] = {}
     plans = []
 
-    def close(dtype: str, itemsize: int) -> None:
-        slots = open_slots.pop(dtype, [])
-        if slots:
-            plans.append(BucketPlan(dtype, itemsize, tuple(slots), ends.pop(dtype)))
+    def close(key: _Key) -> None:
+        if key in open_slots:
+            slots = open_slots.pop(key)
+            itemsize = specs[slots[0].parameter].itemsize
+            plans.append(BucketPlan(key[0], itemsize, tuple(slots), ends.pop(key)))
 
     for index in order:
         spec = specs[index]
+        key = (spec.dtype, group_of.get(index, -1))
         align = max(1, _ALIGN_BYTES // spec.itemsize)
         padded = -(-spec.count // align) * align
-        if (ends.get(spec.dtype, 0) + padded) * spec.itemsize > bucket_bytes:
-            close(spec.dtype, spec.itemsize)
-        start = ends.get(spec.dtype, 0)
-        open_slots.setdefault(spec.dtype, []).append(Slot(index, start, spec.count))
-        ends[spec.dtype] = start + padded
-    for dtype in list(open_slots):
-        close(dtype, specs[open_slots[dtype][0].parameter].itemsize)
+        if key[1] < 0 and (ends.get(key, 0) + padded) * spec.itemsize > bucket_bytes:
+            close(key)
+        start = ends.get(key, 0)
+        open_slots.setdefault(key, []).append(Slot(index, start, spec.count))
+        ends[key] = start + padded
+    for key in list(open_slots):
+        close(key)
     return plans
 
 
@@ -105,22 +120,16 @@ def fingerprint(specs: Sequence[ParameterSpec]) -> bytes:
     return hashlib.sha256("\n".join(map(str, specs)).encode()).digest()
 
 
-def first_difference(by_rank: Sequence[Sequence[ParameterSpec]]) -> str:
-    """Words for the first parameter in which a rank differs from rank 0; "" if none does."""
+def first_difference(ranks: Sequence[int], by_rank: Sequence[Sequence[ParameterSpec]]) -> str:
+    """Words for the first parameter in which a rank differs from the first; "" if none does."""
     first = by_rank[0]
-    found: tuple[int, int] | None = None
-    for rank, theirs in enumerate(by_rank):
-        for index in range(max(len(first), len(theirs))):
-            if _at(first, index) != _at(theirs, index):
-                if found is None or index < found[0]:
-                    found = (index, rank)
-                break
-    if found is None:
-        return ""
-    index, rank = found
-    return (
-        f"parameter {index} is {_at(first, index)} on rank 0 and {_at(by_rank[rank], index)} on rank {rank}"
-    )
+    index, text = -1, ""
+    for rank, theirs in zip(ranks, by_rank, strict=True):
+        differing = [i for i in range(max(len(first), len(theirs))) if _at(first, i) != _at(theirs, i)]
+        if differing and (index < 0 or differing[0] < index):
+            index = differing[0]
+            text = f"{_at(first, index)} on rank {ranks[0]} and {_at(theirs, index)} on rank {rank}"
+    return f"parameter {index} is {text}" if text else ""
 
 
 def _at(specs: Sequence[ParameterSpec], index: int) -> str:

@@ -72,7 +72,9 @@ def reduce_into(out: Array, sources: Sequence[Array], reduction: Reduction) -> N
         sources: one array a rank, in rank order; not changed unless it is `out`.
     """
     kind = out.dtype.kind
-    if kind == "b":
+    if reduction.weights is not None:
+        out[...] = _weighted(sources, reduction.weights)
+    elif kind == "b":
         fold = _FOLD_BOOL[reduction.op]
         out[...] = _folded(fold, sources)
     elif out.dtype in _NARROW:
@@ -139,6 +141,16 @@ def _floats(sources: Sequence[Array], reduction: Reduction, out: Array | None = 
     if divisor > 1 or target is not result:
         return _times(result, 1.0 / divisor, target)
     return target
+
+
+def _weighted(sources: Sequence[Array], weights: Sequence[float]) -> Array:
+    """A rank of weight 0 is left out, whatever it holds: the mean of no samples is not a number."""
+    result: Array | float = 0.0
+    for source, weight in zip(sources, weights, strict=True):
+        if weight:
+            wide = source.astype(np.float32) if source.dtype in _NARROW else source
+            result = _times(wide, weight) + result
+    return np.asarray(result)
 
 
 def _times(array: Array, factor: float, out: Array | None = None) -> Array:

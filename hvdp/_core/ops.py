@@ -65,13 +65,15 @@ class Kind(str, Enum):
 class Reduction:
     """What a transport does to the values of `divisor` ranks, element by element.
 
-    result = postscale * op(prescale * x_0, prescale * x_1, ...), for Average divided by `divisor`.
+    result = postscale * op(prescale * x_0, prescale * x_1, ...), for Average divided by `divisor`;
+    with `weights`, one a rank, each x_i counts times its weight, and one of weight 0 not at all.
     """
 
     op: ReduceOp
     divisor: int = 1
     prescale: float = 1.0
     postscale: float = 1.0
+    weights: tuple[float, ...] | None = None
 
     def over(self, contributors: int) -> Reduction:
         """The same over so many ranks."""

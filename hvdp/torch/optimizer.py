@@ -2,115 +2,106 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
-from hvdp._core.arrays import Array
-from hvdp._core.buckets import ParameterSpec
+from hvdp._core import submit
+from hvdp._core.compression import Compressor
 from hvdp._core.config import Config
-from hvdp._core.ops import Average, ReduceOp
+from hvdp._core.ops import Adasum, Average, ReduceOp, Sum
 from hvdp._core.runtime import runtime
+from hvdp._core.submit import Options
+from hvdp.collectives import no_compression
 from hvdp.errors import InvalidArgumentError
-from hvdp.optimizer import GradientReducer
-from hvdp.scaling import LrScaling, scale_factor
-from hvdp.torch._arrays import as_tensor, dtype_name
+from hvdp.optimizer import GradientReducer, Policy
+from hvdp.process_sets import ProcessSet, global_process_set
+from hvdp.scaling import LrScaling
+from hvdp.torch.adasum import DeltaAdasum
+from hvdp.torch.gradients import TorchGradients
+from hvdp.torch.rates import rate_scaler
 
 __all__ = ["DistributedOptimizer"]
 
-_log = logging.getLogger(__name__)
-_LR_FACTOR = "hvdp_lr_factor"
-"""In every scaled parameter group, and so in checkpoints: what its rate was multiplied by."""
+NamedParameters = Iterable[tuple[str, torch.Tensor]]
+Groups = int | Sequence[Sequence[torch.Tensor]]
 
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    named_parameters: NamedParameters | None = None,
+    compression: Compressor = no_compression,
     backward_passes_per_step: int = 1,
     op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
     lr_scaling: LrScaling | None = None,
+    weighted: bool = False,
 ) -> torch.optim.Optimizer:
     """Make an optimizer step on the gradients of all ranks; collective.
 
     The optimizer itself is changed and returned: it stays an instance of its class, and
     schedulers that hold it stay valid. Gradients are averaged when the last `backward()`
-    of a step's `backward_passes_per_step` returns, so clipping and logging need no
-    further call.
+    of a step's `backward_passes_per_step` returns, so clipping, `GradScaler` and logging
+    see averaged gradients without any further call.
 
     Args:
         named_parameters: `model.named_parameters()`, for messages; must name every parameter.
+        compression: how gradients travel: Compression.none, .fp16 or .bf16.
         backward_passes_per_step: `backward()` calls that accumulate before each `step()`.
-        op: Average or Sum.
+        op: Average, Sum, or Adasum, which combines what each rank's own step would change.
+        gradient_predivide_factor: an average is divided by this before the sum over ranks,
+            and by the rest after it.
+        num_groups, groups: gradients that are reduced together: how many groups to form, or
+            lists of parameters. By default they share buckets as they become ready.
+        sparse_as_dense: sparse gradients are reduced as dense ones.
+        process_set: the ranks that train together; only they call.
         lr_scaling: multiply the learning rate once, for the batch that all ranks and
             passes form together: "linear", "sqrt" or not at all. Checkpoints remember it.
+        weighted: ranks count by the number they give to `optimizer.set_weight(n)` before
+            `backward()`, such as the batch's samples: the average is then that of all samples.
 
     Raises:
         MismatchError: the ranks hold different parameters; names the first of them.
         InvalidArgumentError: an argument is wrong on any rank; on every rank.
     """
-    runtime.require("DistributedOptimizer")
-    parameters, specs, fault = _described(optimizer, named_parameters)
+    engine = runtime.require("DistributedOptimizer")
     if isinstance(optimizer, _Distributed):
         fault = "the optimizer is a DistributedOptimizer already"
-    if backward_passes_per_step < 1:
-        fault = f"backward_passes_per_step must be at least 1. Received: {backward_passes_per_step}"
-    reducer = GradientReducer(
-        _Gradients(parameters),
-        specs,
-        ReduceOp.check(op),
+    else:
+        fault = _option_fault(op, backward_passes_per_step, gradient_predivide_factor, weighted)
+    parameters, names, name_fault = _named(optimizer, named_parameters)
+    sharing, count, group_fault = _grouped(num_groups if groups is None else groups, parameters)
+    fault = fault or name_fault or group_fault
+    policy = Policy(
+        Average if fault else ReduceOp(op),
         backward_passes_per_step,
         Config.from_env().fusion_threshold,
-        fault,
+        gradient_predivide_factor,
+        sharing,
+        count,
+        process_set.number(),
+        weighted,
     )
+    store = TorchGradients(parameters, names, compression, sparse_as_dense)
+    reducer = GradientReducer(store, store.specs(), policy, fault)
     base = type(optimizer)
     optimizer.__class__ = type(f"Distributed{base.__name__}", (_Distributed, base), {})
     assert isinstance(optimizer, _Distributed)
-    optimizer._attach(reducer, parameters)
+    optimizer._attach(reducer, store)
     if lr_scaling is not None:
-        optimizer._scale_rates(lr_scaling)
+        announces = engine.rank == engine.group(policy.process_set).ranks[0]
+        scale = rate_scaler(lr_scaling, process_set.size() * backward_passes_per_step, announces)
+        scale(optimizer)
+        optimizer.register_load_state_dict_post_hook(scale)
     return optimizer
-
-
-class _Gradients:
-    """Moves gradients between parameters and buckets; on the CPU they live in the buckets."""
-
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._places: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
-
-    def bind(self, index: int, memory: Array) -> None:
-        parameter = self._parameters[index]
-        flat = as_tensor(memory)
-        strides = _dense_strides(parameter)
-        self._places[index] = flat.as_strided(parameter.shape, strides, flat.storage_offset())
-
-    def collect(self, index: int) -> bool:
-        parameter, place = self._parameters[index], self._places[index]
-        gradient = parameter.grad
-        if gradient is place:
-            return True
-        with torch.no_grad():
-            if gradient is None:
-                place.zero_()
-                return False
-            place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        if parameter.device == place.device:
-            parameter.grad = place
-        return True
-
-    def deliver(self, index: int) -> None:
-        parameter, place = self._parameters[index], self._places[index]
-        if parameter.device == place.device:
-            parameter.grad = place
-        elif parameter.grad is None:
-            parameter.grad = place.to(parameter.device)
-        else:
-            with torch.no_grad():
-                parameter.grad.copy_(place)
 
 
 class _PassWatch:
@@ -136,23 +127,30 @@ class _Distributed(torch.optim.Optimizer):
     """What DistributedOptimizer adds to the optimizer's own class."""
 
     _reducer: GradientReducer
+    _store: TorchGradients
+    _delta: DeltaAdasum | None
 
-    def _attach(self, reducer: GradientReducer, parameters: list[torch.Tensor]) -> None:
+    def _attach(self, reducer: GradientReducer, store: TorchGradients) -> None:
         self._reducer = reducer
-        self._watch(parameters)
+        self._delta = DeltaAdasum(reducer) if reducer.policy.op is Adasum else None
+        self._watch(store)
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
 
-    def _watch(self, parameters: list[torch.Tensor]) -> None:
-        watch = _PassWatch(self._reducer)
-        hooks = [_hook(parameter, watch.hook(i)) for i, parameter in enumerate(parameters)]
+    def _watch(self, store: TorchGradients) -> None:
+        self._store = store
+        hooks = []
+        if self._delta is None:
+            watch = _PassWatch(self._reducer)
+            hooks = [_hook(parameter, watch.hook(i)) for i, parameter in enumerate(store.parameters)]
         # The parameters outlive the optimizer: without it nothing must be reduced any more.
         self._detach = weakref.finalize(self, _remove, hooks)
         self._detach.atexit = False
 
     def synchronize(self) -> None:
         """Reduce what no backward pass has reduced yet; Horovod scripts call it before clipping."""
-        self._reducer.before_step()
+        if self._delta is None:
+            self._reducer.before_step()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -165,59 +163,70 @@ class _Distributed(torch.optim.Optimizer):
             raise InvalidArgumentError(f"backward_passes_per_step must be at least 1. Received: {passes}")
         self._reducer.passes_per_step = passes
 
+    def set_weight(self, weight: float) -> None:
+        """How much this rank's next gradients count: the samples behind them, 0 for none.
+
+        Stays until set again; needs `weighted=True`. Where all ranks give 0, gradients are zero.
+        """
+        if not self._reducer.policy.weighted or not weight >= 0:
+            raise InvalidArgumentError(
+                "set_weight() takes a number that is not negative, and needs "
+                f"DistributedOptimizer(..., weighted=True). Received: {weight}"
+            )
+        self._reducer.weight = float(weight)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's own; what has been accumulated in this window is dropped."""
+        super().zero_grad(set_to_none)
+        self._reducer.cleared()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own, on all ranks; the new parameters are reduced like the others."""
         super().add_param_group(param_group)
         if hasattr(self, "_reducer"):
             self._detach()
-            parameters, specs, fault = _described(self, None)
-            self._reducer.replace(_Gradients(parameters), specs, fault)
-            self._watch(parameters)
+            parameters, names, fault = _named(self, None)
+            store = self._store.of(parameters, names)
+            self._reducer.replace(store, store.specs(), fault)
+            self._watch(store)
 
     def __reduce__(self) -> Any:
         """Copies and pickles are plain optimizers of the original class."""
         base = type(self).__mro__[2]
         return base.__new__, (base,), self.__getstate__()
 
-    def _scale_rates(self, rule: LrScaling) -> None:
-        factor = scale_factor(rule, runtime.require("size").topology.size * self._reducer.passes_per_step)
 
-        def scale(optimizer: torch.optim.Optimizer) -> None:
-            old = [float(group["lr"]) for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                change = factor / group.get(_LR_FACTOR, 1.0)
-                group[_LR_FACTOR] = factor
-                if change != 1.0:
-                    for key in ("lr", "initial_lr"):
-                        if key in group:
-                            group[key] = group[key] * change
-            new = [float(group["lr"]) for group in optimizer.param_groups]
-            if new != old and runtime.require("rank").topology.rank == 0:
-                _log.info(
-                    "learning rate %s -> %s: %s scaling for an effective batch of %g times one rank's",
-                    _few(old),
-                    _few(new),
-                    rule,
-                    factor,
-                )
-
-        scale(self)
-        self.register_load_state_dict_post_hook(scale)
-
-
-def _few(rates: list[float]) -> str:
-    distinct = list(dict.fromkeys(f"{rate:g}" for rate in rates))
-    return ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
-
-
-def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    has_closure = len(args) > 1 or kwargs.get("closure") is not None
-    if not has_closure:
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if optimizer._delta is not None:
+        optimizer._delta.before_step(optimizer._store.parameters)
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
         optimizer._reducer.before_step()
+        return None
+    # Gradients are reduced when the closure's backward returns.
+    return args[:1], {**kwargs, "closure": _averaging(closure, optimizer._reducer.policy.process_set)}
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if optimizer._delta is not None:
+        optimizer._delta.after_step(optimizer._store.parameters)
     optimizer._reducer.after_step()
+
+
+def _averaging(closure: Callable[[], Any], process_set: int) -> Callable[[], Any]:
+    """A closure with the average of the ranks' losses, so that all ranks evaluate it equally often."""
+
+    def evaluate() -> Any:
+        loss = closure()
+        if loss is None:
+            return None
+        value = np.array(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        options = Options("closure.loss", process_set)
+        submit.at_once(submit.allreduce(value, Average, 1.0, 1.0, options))
+        return torch.full_like(loss, float(value)) if isinstance(loss, torch.Tensor) else float(value)
+
+    return evaluate
 
 
 def _hook(parameter: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> Any:
@@ -236,45 +245,46 @@ def _remove(hooks: list[Any]) -> None:
         hook.remove()
 
 
-def _described(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> tuple[list[torch.Tensor], list[ParameterSpec], str]:
-    """The optimizer's parameters, what is to be equal about them, and what is wrong here."""
+def _option_fault(op: int, passes: int, predivide: float, weighted: bool) -> str:
+    """What is wrong with the options, or ""."""
+    if op not in (Average, Sum, Adasum):
+        return f"op must be hvd.Average, hvd.Sum or hvd.Adasum. Received: {op!r}"
+    if passes < 1:
+        return f"backward_passes_per_step must be at least 1. Received: {passes}"
+    if not predivide > 0:
+        return f"gradient_predivide_factor must be positive. Received: {predivide}"
+    if op != Average and (predivide != 1.0 or weighted):
+        return "gradient_predivide_factor and weighted need op=hvd.Average"
+    return ""
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
+) -> tuple[list[torch.Tensor], list[str], str]:
+    """The optimizer's parameters, their names, and what is wrong with these or ""."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if named_parameters is None:
+        return parameters, [f"parameter.{i}" for i in range(len(parameters))], ""
     names: dict[torch.Tensor, str] = {}
     fault = ""
-    if named_parameters is None:
-        names = {parameter: f"parameter.{i}" for i, parameter in enumerate(parameters)}
-    else:
-        taken = set()
-        for name, parameter in named_parameters:
-            if name in taken:
-                fault = f"named_parameters gives the name {name!r} twice"
-            taken.add(name)
-            names.setdefault(parameter, name)
-        unnamed = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
-        if unnamed:
-            fault = (
-                f"named_parameters lacks {len(unnamed)} parameters of the optimizer, of shapes {unnamed[:3]}"
-            )
-    specs = [
-        ParameterSpec(
-            names.get(parameter, "unnamed"),
-            tuple(parameter.shape),
-            dtype_name(parameter.dtype),
-            parameter.element_size(),
-            () if parameter.is_contiguous() else _dense_strides(parameter),
-        )
-        for parameter in parameters
-    ]
-    return parameters, specs, fault
+    taken = set()
+    for name, parameter in named_parameters:
+        if name in taken:
+            fault = f"named_parameters gives the name {name!r} twice"
+        taken.add(name)
+        names.setdefault(parameter, name)
+    unnamed = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
+    if unnamed:
+        fault = f"named_parameters lacks {len(unnamed)} parameters of the optimizer, of shapes {unnamed[:3]}"
+    return parameters, [names.get(parameter, "unnamed") for parameter in parameters], fault
 
 
-def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's strides where they cover its memory without holes, else contiguous ones."""
-    expected = 1
-    for stride, length in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if length > 1 and stride != expected:
-            return torch.empty(parameter.shape, device="meta").stride()
-        expected *= length
-    return parameter.stride()
+def _grouped(groups: Groups, parameters: list[torch.Tensor]) -> tuple[tuple[tuple[int, ...], ...], int, str]:
+    """Groups as indices, or their count, and what is wrong with them or ""."""
+    if isinstance(groups, int):
+        return (), max(groups, 0), f"groups must not be negative. Received: {groups}" if groups < 0 else ""
+    index_of = {parameter: index for index, parameter in enumerate(parameters)}
+    flat = [parameter for group in groups for parameter in group]
+    if len(set(flat)) != len(flat) or any(parameter not in index_of for parameter in flat):
+        return (), 0, "groups must be lists of the optimizer's parameters, each in one of them at most"
+    return tuple(tuple(index_of[parameter] for parameter in group) for group in groups), 0, ""

@@ -128,15 +128,20 @@ class MpiTransport(Transport):
         plain = reduction.op is not Average and reduction.prescale == reduction.postscale == 1.0
         return data.dtype not in _NOT_MPI_TYPES and (plain or data.dtype.kind not in "iu")
 
-    def _scaled(self, data: Array, reduction: Reduction) -> Array:
+    def _scaled(self, group: Group, data: Array, reduction: Reduction) -> Array:
         """In place. Divided before the sum, an average cannot overflow inside MPI."""
+        if reduction.weights is not None:
+            weight = reduction.weights[group.index]
+            if not weight:
+                data[...] = 0
+            return _scale(data, weight)
         return _scale(data, reduction.prescale / (reduction.divisor if reduction.op is Average else 1))
 
     def allreduce(self, group: Group, data: Array, reduction: Reduction) -> None:
         if not self._is_native(data, reduction):
             self._allreduce_by_shards(group, data, reduction)
             return
-        self._scaled(data, reduction)
+        self._scaled(group, data, reduction)
         op = self._ops[reduction.op]
         self._wait(self._comm(group).Iallreduce(self._MPI.IN_PLACE, data, op), data.nbytes)
         _scale(data, reduction.postscale)
@@ -172,7 +177,7 @@ class MpiTransport(Transport):
         if not self._is_native(data, reduction):
             reduce_into(out, self._gather_shards(group, data, counts), reduction)
             return
-        data = self._scaled(data.copy(), reduction)
+        data = self._scaled(group, data.copy(), reduction)
         op = self._ops[reduction.op]
         self._wait(self._comm(group).Ireduce_scatter(data, out, list(counts), op), data.nbytes)
         _scale(out, reduction.postscale)

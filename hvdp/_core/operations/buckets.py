@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 from hvdp._core.arrays import dtype_named
@@ -42,13 +43,17 @@ class Allocate(Operation):
 
 
 class ReduceBucket(Operation):
-    """Allreduce the first items of a Buffer that all members allocated together under this name."""
+    """Allreduce the first items of a Buffer that all members allocated together under this name.
+
+    Args:
+        weight: how much this rank's values count; None is as much as the others'.
+    """
 
     kind = Kind.BUCKET
 
-    def __init__(self, signature: Signature, buffer: Buffer) -> None:
+    def __init__(self, signature: Signature, buffer: Buffer, weight: float | None = None) -> None:
         self._buffer = buffer
-        super().__init__(signature)
+        super().__init__(signature, () if weight is None else _as_integers(weight))
 
     @property
     def nbytes(self) -> int:
@@ -67,5 +72,18 @@ class ReduceBucket(Operation):
             group.size - len(terms.absent),
             self.signature.prescale_factor,
             self.signature.postscale_factor,
+            _shares(terms.extras) if terms.extras[0] else None,
         )
         transport.reduce_buffer(group, self._buffer, dtype_named(self.signature.dtype), count, reduction)
+
+
+def _as_integers(weight: float) -> tuple[int, ...]:
+    """A float in the form of extra numbers."""
+    return struct.unpack("<q", struct.pack("<d", weight))
+
+
+def _shares(extras: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
+    """The members' weights as parts of their sum; of joined ones 0."""
+    weights = [struct.unpack("<d", struct.pack("<q", *numbers))[0] for numbers in extras]
+    total = sum(weights) or 1.0
+    return tuple(weight / total for weight in weights)

@@ -1,0 +1,137 @@
+"""Between parameters and buckets: where a torch gradient lies, and in which form it travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvdp._core.arrays import Array
+from hvdp._core.buckets import ParameterSpec
+from hvdp._core.compression import Compressor, NoCompressor
+from hvdp.torch._arrays import as_array, as_tensor, dtype_name
+
+__all__ = ["TorchGradients"]
+
+
+class TorchGradients:
+    """The GradientStore of torch parameters.
+
+    On the CPU and without compression a gradient lives in its bucket; otherwise it is
+    copied, compressed, on the way in and out.
+
+    Args:
+        names: for messages; equally long.
+        sparse_as_dense: sparse gradients travel, and come back, as dense ones.
+    """
+
+    def __init__(
+        self,
+        parameters: list[torch.Tensor],
+        names: list[str],
+        compression: Compressor,
+        sparse_as_dense: bool,
+    ) -> None:
+        self.parameters = parameters
+        self._names = names
+        self._compression = compression
+        self._plain = isinstance(compression, NoCompressor)
+        self._sparse_as_dense = sparse_as_dense
+        self._places: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
+        self._contexts: list[Any] = [None] * len(parameters)
+
+    def of(self, parameters: list[torch.Tensor], names: list[str]) -> TorchGradients:
+        """The same for other parameters."""
+        return TorchGradients(parameters, names, self._compression, self._sparse_as_dense)
+
+    def specs(self) -> list[ParameterSpec]:
+        """What travels, as the ranks compare it."""
+        return [self._spec(name, p) for name, p in zip(self._names, self.parameters, strict=True)]
+
+    def _spec(self, name: str, parameter: torch.Tensor) -> ParameterSpec:
+        sent = parameter
+        if not self._plain:
+            sent, _ = self._compression.compress(torch.zeros_like(parameter.detach()))
+        strides = () if sent.is_contiguous() else _dense_strides(sent)
+        return ParameterSpec(name, tuple(sent.shape), dtype_name(sent.dtype), sent.element_size(), strides)
+
+    def _lives_in_place(self, index: int) -> bool:
+        return self._plain and self.parameters[index].device.type == "cpu"
+
+    def bind(self, index: int, memory: Array) -> None:
+        sent = self.parameters[index].detach()
+        if not self._plain:
+            sent, self._contexts[index] = self._compression.compress(torch.zeros_like(sent))
+        flat = as_tensor(memory)
+        self._places[index] = flat.as_strided(sent.shape, _dense_strides(sent), flat.storage_offset())
+
+    def holds_place(self, index: int) -> bool:
+        return self.parameters[index].grad is self._places[index]
+
+    def collect(self, index: int) -> bool:
+        parameter, place = self.parameters[index], self._places[index]
+        gradient = parameter.grad
+        if gradient is place:
+            return True
+        with torch.no_grad():
+            if gradient is None:
+                place.zero_()
+                return False
+            dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+            if not self._plain:
+                dense, self._contexts[index] = self._compression.compress(dense)
+            place.copy_(dense)
+        if self._lives_in_place(index):
+            parameter.grad = place
+        return True
+
+    def deliver(self, index: int) -> None:
+        parameter, place = self.parameters[index], self._places[index]
+        if self._lives_in_place(index):
+            parameter.grad = place
+            return
+        with torch.no_grad():
+            result = place
+            if not self._plain:
+                result = self._compression.decompress(place, self._contexts[index])
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                parameter.grad = result.to(parameter.device, copy=True)
+            else:
+                gradient.copy_(result)
+
+    def sparse_dimensions(self, index: int) -> int:
+        gradient = self.parameters[index].grad
+        if self._sparse_as_dense or gradient is None or gradient.layout is not torch.sparse_coo:
+            return 0
+        return gradient.sparse_dim()
+
+    def sparse_entries(self, index: int, dimensions: int) -> tuple[Array, Array, bool]:
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            coordinates = torch.empty((0, dimensions), dtype=torch.int64)
+            values = torch.empty((0, *parameter.shape[dimensions:]), dtype=parameter.dtype)
+        else:
+            if gradient.layout is torch.strided:
+                gradient = gradient.to_sparse(dimensions)
+            entries = gradient.detach().coalesce().cpu()
+            coordinates, values = entries.indices().t().contiguous(), entries.values().contiguous()
+        return as_array(coordinates), as_array(values), gradient is not None
+
+    def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
+        parameter = self.parameters[index]
+        entries = torch.sparse_coo_tensor(
+            as_tensor(coordinates).t(), as_tensor(values), parameter.shape, check_invariants=False
+        )
+        parameter.grad = entries.to(parameter.device).coalesce()
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides where they cover its memory without holes, else contiguous ones."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= length
+    return tensor.stride()
