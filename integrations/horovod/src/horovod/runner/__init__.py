@@ -1,0 +1,1 @@
+"""Starting jobs: the command only; `horovodrun` is installed by hvdp."""

@@ -1,0 +1,5 @@
+"""What `compression=` takes."""
+
+from hvdp.torch import Compression
+
+__all__ = ["Compression"]
