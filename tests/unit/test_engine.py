@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import threading
 import time
 
@@ -141,6 +142,68 @@ def test_idling_and_waiting_hardly_use_the_processor(world: World) -> None:
     found = world.run(_idle_then_late)
     assert all(idle < 0.01 for idle, _ in found), found
     assert all(waiting < 0.05 for _, waiting in found), found
+
+
+def _interrupted() -> None:
+    """Whoever catches an interrupt may go on: the call it broke is completed behind its back."""
+    hvd.init()
+    size, began = hvd.size(), time.monotonic()
+    if hvd.rank() == 0:
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            hvd.allreduce(np.ones(2), op=hvd.Sum, name="interrupted")
+        hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="go").wait()
+    else:
+        hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="go").wait()
+        assert hvd.allreduce(np.ones(2), op=hvd.Sum, name="interrupted").tolist() == [size] * 2
+    assert hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="after").wait().tolist() == [size] * 2
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum, name="after").tolist() == [size] * 2
+    assert time.monotonic() - began < 5.0, "the engine had fallen asleep"
+
+
+@pairs
+def test_a_caught_interrupt_does_not_stop_the_engine(world: World) -> None:
+    world.run(_interrupted)
+
+
+def _interrupted_in_an_operation() -> str:
+    """Its peer is in the same operation and would wait for ever."""
+    hvd.init()
+    from hvdp._core.runtime import runtime
+
+    transport = runtime.require("a test").transport
+    allreduce = transport.allreduce
+
+    def late(*args: object) -> None:
+        time.sleep(1.0)
+        allreduce(*args)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if hvd.rank() == 1:
+        transport.allreduce = late
+        with pytest.raises(HorovodInternalError, match="rank 0") as caught:
+            hvd.allreduce(np.ones(100_000), name="interrupted")
+    else:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            hvd.allreduce(np.ones(100_000), name="interrupted")
+        with pytest.raises(HorovodInternalError, match="rank 0") as caught:
+            hvd.allreduce(np.ones(1), name="after")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", worlds(shm=(2,)), ids=str)
+def test_an_interrupt_in_an_operation_ends_it_on_all_ranks(world: World) -> None:
+    here, there = world.run(_interrupted_in_an_operation, timeout=20)
+    assert here == there
 
 
 def _fork() -> list[str]:
