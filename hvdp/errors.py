@@ -65,6 +65,6 @@ class HorovodInternalError(HvdpError, RuntimeError):
         rank: the rank that failed first, or None where no single rank is to blame.
     """
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    def __init__(self, message: str = "", rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank

@@ -167,15 +167,17 @@ class Engine:
         caller = threading.get_ident()
         handle.ring(lambda: None if threading.get_ident() == caller else self._control.ring())
         self._control.let_sleep(True)
-        spin_until = time.perf_counter() + self._spin
-        while not handle.poll():
-            with self._wheel:
-                self._turn()
+        try:
+            spin_until = time.perf_counter() + self._spin
             while not handle.poll():
-                spins = time.perf_counter() < spin_until
-                if self._control.watch(0 if spins else None):
-                    break
-        self._control.let_sleep(False)
+                with self._wheel:
+                    self._turn()
+                while not handle.poll():
+                    spins = time.perf_counter() < spin_until
+                    if self._control.watch(0 if spins else None):
+                        break
+        finally:
+            self._control.let_sleep(False)
 
     def _turn(self) -> None:
         """Hear, tell and run whatever there is, without waiting for more; at the wheel."""
@@ -194,6 +196,10 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must not wait for us
             _log.exception("the engine of rank %d failed", self.rank)
             self._end(HorovodInternalError(f"the engine of rank {self.rank} failed: {error!r}", self.rank))
+        except BaseException as interrupt:
+            # In a caller's thread: peers may be in the middle of an operation with us.
+            self._end(HorovodInternalError(f"rank {self.rank} was stopped by {interrupt!r}", self.rank))
+            raise
 
     def _pump(self, seconds: float) -> None:
         """Hear the control plane for up to so many seconds, and pass on what was submitted."""

@@ -122,24 +122,34 @@ def _floats(sources: Sequence[Array], reduction: Reduction, out: Array | None = 
     fold = _FOLD[reduction.op]
     if reduction.prescale != 1.0:
         sources = [_times(s, reduction.prescale) for s in sources]
-    divisor = reduction.divisor if reduction.op is Average else 1
-    if divisor == 1:
-        result = _folded(fold, sources)
-    else:
-        try:
-            with np.errstate(over="raise"):
-                result = _folded(fold, sources)
-        except FloatingPointError:
-            result = _folded(fold, [_times(s, 1.0 / divisor) for s in sources])
-            divisor = 1
+    if reduction.op is Average and reduction.divisor > 1:
+        return _average(sources, reduction, out)
+    result = _folded(fold, sources)
     target = result if out is None else out
-    if reduction.postscale != 1.0:
-        return _times(result, reduction.postscale / divisor, target)
-    if divisor & (divisor - 1):
-        np.divide(result, result.dtype.type(divisor), out=target)
-        return target
-    if divisor > 1 or target is not result:
-        return _times(result, 1.0 / divisor, target)
+    if reduction.postscale != 1.0 or target is not result:
+        return _times(result, reduction.postscale, target)
+    return target
+
+
+def _average(sources: Sequence[Array], reduction: Reduction, out: Array | None) -> Array:
+    divisor = reduction.divisor
+    overflown = None
+    try:
+        with np.errstate(over="raise"):
+            total = _folded(np.add, sources)
+    except FloatingPointError:
+        with np.errstate(over="ignore"):
+            total = _folded(np.add, sources)
+        # Only where it happened: elsewhere a result must not depend on its neighbours.
+        overflown = ~np.isfinite(total)
+        saved = sum(source[overflown] / divisor for source in sources)
+    target = total if out is None else out
+    if reduction.postscale == 1.0 and divisor & (divisor - 1):
+        np.divide(total, total.dtype.type(divisor), out=target)
+    else:
+        _times(total, reduction.postscale / divisor, target)
+    if overflown is not None:
+        target[overflown] = saved * target.dtype.type(reduction.postscale)
     return target
 
 

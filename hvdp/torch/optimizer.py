@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,11 +28,12 @@ from hvdp.torch.rates import rate_scaler
 __all__ = ["DistributedOptimizer"]
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 Groups = int | Sequence[Sequence[torch.Tensor]]
 
 
 def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     named_parameters: NamedParameters | None = None,
     compression: Compressor = no_compression,
     backward_passes_per_step: int = 1,
@@ -44,7 +45,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     lr_scaling: LrScaling | None = None,
     weighted: bool = False,
-) -> torch.optim.Optimizer:
+) -> AnyOptimizer:
     """Make an optimizer step on the gradients of all ranks; collective.
 
     The optimizer itself is changed and returned: it stays an instance of its class, and

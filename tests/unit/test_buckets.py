@@ -72,16 +72,28 @@ def test_whatever_must_be_equal_is_in_the_fingerprint_and_in_words(change: dict[
     other = dataclasses.replace(_SPEC, **change)
     assert fingerprint([_SPEC]) == fingerprint([dataclasses.replace(_SPEC)])
     assert fingerprint([_SPEC]) != fingerprint([other])
-    text = first_difference([[_SPEC], [_SPEC], [other]])
+    text = first_difference([0, 1, 2], [[_SPEC], [_SPEC], [other]])
     assert text == f"parameter 0 is {_SPEC} on rank 0 and {other} on rank 2"
 
 
 def test_the_first_difference_of_all_ranks_is_named() -> None:
     a, b, c = (ParameterSpec(name, (1,), "float32", 4) for name in "abc")
-    assert first_difference([[a, b], [a, b]]) == ""
+    assert first_difference([0, 1], [[a, b], [a, b]]) == ""
     assert "parameter 1 is 'b' float32 (1,) on rank 0 and missing on rank 1" in first_difference(
-        [[a, b], [a]]
+        [0, 1], [[a, b], [a]]
     )
-    assert "parameter 2 is missing on rank 0 and 'c'" in first_difference([[a, b], [a, b, c]])
-    assert "parameter 0" in first_difference([[a, b], [a, c], [b, b]])
-    assert "rank 2" in first_difference([[a, b], [a, c], [b, b]])
+    assert "parameter 2 is missing on rank 0 and 'c'" in first_difference([0, 1], [[a, b], [a, b, c]])
+    assert "parameter 0" in first_difference([0, 1, 2], [[a, b], [a, c], [b, b]])
+    assert "rank 2" in first_difference([0, 1, 2], [[a, b], [a, c], [b, b]])
+
+
+def test_parameters_of_a_group_share_a_bucket_whatever_its_size() -> None:
+    specs = [ParameterSpec(f"p{i}", (100,), "float32", 4) for i in range(6)]
+    buckets = plan(specs, range(6), 400, groups=[(1, 4), (2,)])
+    slots = [tuple(slot.parameter for slot in bucket.slots) for bucket in buckets]
+    assert sorted(slots) == [(0,), (1, 4), (2,), (3,), (5,)]
+    counted = plan(specs, range(6), 400, group_count=2)
+    assert sorted(tuple(slot.parameter for slot in bucket.slots) for bucket in counted) == [
+        (0, 1, 2),
+        (3, 4, 5),
+    ]
