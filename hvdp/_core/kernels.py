@@ -142,14 +142,15 @@ def _average(sources: Sequence[Array], reduction: Reduction, out: Array | None) 
             total = _folded(np.add, sources)
         # Only where it happened: elsewhere a result must not depend on its neighbours.
         overflown = ~np.isfinite(total)
-        saved = sum(source[overflown] / divisor for source in sources)
+        wide = np.result_type(total.dtype, np.longdouble)
+        saved = sum(source[overflown].astype(wide) for source in sources) / divisor
     target = total if out is None else out
     if reduction.postscale == 1.0 and divisor & (divisor - 1):
         np.divide(total, total.dtype.type(divisor), out=target)
     else:
         _times(total, reduction.postscale / divisor, target)
     if overflown is not None:
-        target[overflown] = saved * target.dtype.type(reduction.postscale)
+        target[overflown] = saved * reduction.postscale
     return target
 
 
