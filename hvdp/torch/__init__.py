@@ -42,11 +42,14 @@ from hvdp import (
     stop_timeline,
     synchronize,
 )
+from hvdp.torch._kernels import lend as _lend_kernels
 from hvdp.torch.collectives import Compression
 from hvdp.torch.collectives import collectives as _collectives
 from hvdp.torch.optimizer import DistributedOptimizer
 from hvdp.torch.sparse import sparse_allreduce_async
 from hvdp.torch.state import broadcast_optimizer_state, broadcast_parameters
+
+_lend_kernels()
 
 allgather = _collectives.allgather
 allgather_async = _collectives.allgather_async
