@@ -8,6 +8,8 @@ frameworks.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,6 +30,9 @@ from hvdp.errors import InvalidArgumentError
 from hvdp.transports.base import Buffer
 
 __all__ = ["GradientReducer", "GradientStore", "Policy"]
+
+
+_MOST_TRIMS = 16  # some milliseconds each, in the first window only
 
 
 class GradientStore(Protocol):
@@ -265,10 +270,10 @@ class GradientReducer:
             if (dimensions := max(sparse[index] for _, sparse in views))
         }
         order = [index for index in views[0][0] if index not in self._sparse]
+        plans = plan(self._specs, order, policy.bucket_bytes, policy.groups, policy.group_count)
+        total, moved = sum(bucket_plan.nbytes for bucket_plan in plans), 0
         buckets = []
-        for number, bucket_plan in enumerate(
-            plan(self._specs, order, policy.bucket_bytes, policy.groups, policy.group_count)
-        ):
+        for number, bucket_plan in enumerate(plans):
             allocate = Allocate(
                 f"{self.name}.{number}", bucket_plan.nbytes, policy.process_set, engine.executor
             )
@@ -281,9 +286,19 @@ class GradientReducer:
                 self._bucket_of[slot.parameter] = bucket
                 self._bind(slot, memory)
             buckets.append(bucket)
+            moved += bucket_plan.nbytes
+            if moved * _MOST_TRIMS >= total:
+                _return_freed_memory()
+                moved = 0
         return buckets
 
     def _bind(self, slot: Slot, memory: Array) -> None:
         self._store.bind(slot.parameter, memory[slot.start : slot.start + slot.count])
         # At once, so that gradients and buckets are not both in memory for the whole model.
         self._store.collect(slot.parameter)
+
+
+def _return_freed_memory() -> None:
+    """The C library would keep the gradients that were freed: a second copy of the model, unused."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
