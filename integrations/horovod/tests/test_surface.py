@@ -35,7 +35,7 @@ MODULES_NOT_YET = {
 NAMES_NOT_YET = {
     "horovod.common.exceptions": set[str](),
     "horovod.common.process_sets": set[str](),
-    "horovod.torch": {"SyncBatchNorm", "elastic"},
+    "horovod.torch": {"elastic"},
 }
 PARAMETERS_NOT_YET: dict[str, list[str]] = {}
 # Required in Horovod; scripts that give them run as before.
@@ -98,7 +98,9 @@ def test_calls_are_of_the_same_kind(path: str) -> None:
     assert inspect.isclass(value) == (fact["kind"] == "class")
     known = {"RuntimeError": RuntimeError, "ImportError": ImportError, "object": object}
     for base in fact.get("bases", []):
-        assert issubclass(value, known[base])
+        # A framework's class, which need not be importable from here, by its name.
+        names = {ancestor.__name__ for ancestor in value.__mro__}
+        assert issubclass(value, known[base]) if base in known else base in names
 
 
 @pytest.mark.parametrize("path", CALLS)
