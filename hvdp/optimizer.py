@@ -144,10 +144,7 @@ class GradientReducer:
         self._store = store
         self.name = f"gradients.{runtime.serial(f'gradients/{process_set}')}"
         self._specs = specs
-        self._order: dict[int, None] = {}
-        self._buckets: list[_Bucket] | None = None
-        self._bucket_of: dict[int, _Bucket] = {}
-        self._sparse: dict[int, int] = {}
+        self._forget_buckets()
         self._passes = 0
         self._reductions = 0
 
@@ -158,6 +155,7 @@ class GradientReducer:
             InvalidArgumentError: it was added to a gradient that has been reduced for this
                 step already, and reducing that again would count it more than once.
         """
+        self._plan_again_after_join()
         bucket = self._bucket_of.get(index)
         if bucket is None:
             self._order[index] = None
@@ -185,8 +183,8 @@ class GradientReducer:
         self._passes = 0
 
     def before_step(self) -> None:
-        """Reduce what the passes so far have left, if nothing has been reduced for this step."""
-        if not self._reductions:
+        """Reduce what no window's end has reduced: the last passes, or all there is before this step."""
+        if self._passes or not self._reductions:
             self.reduce()
 
     def after_step(self) -> None:
@@ -197,6 +195,7 @@ class GradientReducer:
         """Reduce now whatever has not been launched, and wait for everything."""
         self._passes = 0
         self._reductions += 1
+        self._plan_again_after_join()
         if self._buckets is None:
             self._buckets = self._make_buckets()
         sparse = [self._launch_sparse(index, dimensions) for index, dimensions in self._sparse.items()]
@@ -207,6 +206,18 @@ class GradientReducer:
             self._finish(bucket)
         for index, handle in zip(self._sparse, sparse, strict=True):
             self._finish_sparse(index, handle)
+
+    def _plan_again_after_join(self) -> None:
+        """A rank that had joined when buckets were made has none; it comes back after the join."""
+        if 0 <= self._incomplete_until < runtime.joins:
+            self._forget_buckets()
+
+    def _forget_buckets(self) -> None:
+        self._order: dict[int, None] = {}
+        self._buckets: list[_Bucket] | None = None
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._sparse: dict[int, int] = {}
+        self._incomplete_until = -1
 
     def _launch(self, bucket: _Bucket) -> None:
         for mark, slot in enumerate(bucket.plan.slots):
@@ -264,6 +275,8 @@ class GradientReducer:
         views = allgather_object(
             ([*self._order, *unseen], own_sparse), f"{self.name}.order", policy.process_set
         )
+        if len(views) < engine.group(policy.process_set).size:
+            self._incomplete_until = runtime.joins
         self._sparse = {
             index: dimensions
             for index in own_sparse

@@ -131,8 +131,10 @@ def barrier(process_set: int = 0) -> None:
 
 def join() -> int:
     """See `hvdp.join`."""
-    rank = _engine(Kind.JOIN).run(Join())
+    engine = _engine(Kind.JOIN)
+    rank = engine.run(Join())
     assert isinstance(rank, int)
+    engine.rename()
     runtime.joins += 1
     return rank
 

@@ -190,6 +190,7 @@ class _Distributed(torch.optim.Optimizer):
         if hasattr(self, "_reducer"):
             self._detach()
             parameters, names, fault = _named(self, None)
+            names[: len(self._store.names)] = self._store.names
             store = self._store.of(parameters, names)
             self._reducer.replace(store, store.specs(), fault)
             self._watch(store)
