@@ -148,6 +148,13 @@ class GradientReducer:
         self._passes = 0
         self._reductions = 0
 
+    def _forget_buckets(self) -> None:
+        self._order: dict[int, None] = {}
+        self._buckets: list[_Bucket] | None = None
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._sparse: dict[int, int] = {}
+        self._incomplete_until = -1
+
     def ready(self, index: int) -> None:
         """The gradient of a parameter has got this pass's share.
 
@@ -211,13 +218,6 @@ class GradientReducer:
         """A rank that had joined when buckets were made has none; it comes back after the join."""
         if 0 <= self._incomplete_until < runtime.joins:
             self._forget_buckets()
-
-    def _forget_buckets(self) -> None:
-        self._order: dict[int, None] = {}
-        self._buckets: list[_Bucket] | None = None
-        self._bucket_of: dict[int, _Bucket] = {}
-        self._sparse: dict[int, int] = {}
-        self._incomplete_until = -1
 
     def _launch(self, bucket: _Bucket) -> None:
         for mark, slot in enumerate(bucket.plan.slots):
