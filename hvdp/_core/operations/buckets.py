@@ -67,6 +67,9 @@ class ReduceBucket(Operation):
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> None:
         (count,) = self.signature.shape
+        if terms.absent:
+            # A rank that has joined cleared its memory only when it heard of this operation.
+            transport.barrier(group)
         reduction = Reduction(
             ReduceOp[self.signature.op],
             group.size - len(terms.absent),
