@@ -83,9 +83,16 @@ def test_the_first_call_from_a_thread_with_a_late_peer(world: World) -> None:
     assert world.run(_first_call_from_a_thread) == [3.0, 3.0]
 
 
+BATCHES = [[3, 7, 10, 10], [0, 2, 5, 1]]
+
+
+def _everything_with_uneven_batches() -> list[int]:
+    hvd.init()
+    return [_uneven_batches(batches) for batches in BATCHES]
+
+
 def _uneven_batches(batches: list[int]) -> int:
     """Everything that a rank without data may be asked for, by the ranks that still have some."""
-    hvd.init()
     rank, size = hvd.rank(), hvd.size()
     for step in range(batches[rank]):
         active = [r for r in range(size) if step < batches[r]]
@@ -115,11 +122,11 @@ def _uneven_batches(batches: list[int]) -> int:
 
 
 @pytest.mark.parametrize("world", worlds(shm=(4,), mpi=(4,)), ids=str)
-@pytest.mark.parametrize("batches", [[3, 7, 10, 10], [0, 2, 5, 1]], ids=str)
-def test_join_with_uneven_batches(world: World, batches: list[int]) -> None:
-    lasts = world.run(_uneven_batches, batches)
-    assert lasts == [lasts[0]] * 4
-    assert batches[lasts[0]] == max(batches)
+def test_join_with_uneven_batches(world: World) -> None:
+    found = world.run(_everything_with_uneven_batches)
+    assert found == [found[0]] * 4
+    for batches, last in zip(BATCHES, found[0], strict=True):
+        assert batches[last] == max(batches)
 
 
 def _join_again_and_again() -> list[int]:
@@ -159,9 +166,13 @@ def test_what_needs_everybody_is_an_error_after_a_join(world: World) -> None:
     world.run(_what_needs_everybody)
 
 
+def _train_twice() -> list[Any]:
+    hvd.init()
+    return [_train_with_uneven_batches(batches) for batches in BATCHES]
+
+
 def _train_with_uneven_batches(batches: list[int]) -> list[Any]:
     """Each batch's gradient is rank + 1 everywhere; the last to join has seen every step."""
-    hvd.init()
     rank, size = hvd.rank(), hvd.size()
     model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10))
     with torch.no_grad():
@@ -184,15 +195,14 @@ def _train_with_uneven_batches(batches: list[int]) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", worlds(shm=(4,), mpi=(4,)), ids=str)
-@pytest.mark.parametrize("batches", [[3, 7, 10, 10], [0, 2, 5, 1]], ids=str)
-def test_training_with_uneven_batches(world: World, batches: list[int]) -> None:
-    env = {"HVDP_FUSION_THRESHOLD": "1000", "OMP_NUM_THREADS": "1"}
-    found = world.run(_train_with_uneven_batches, batches, env=env)
-    total = 0.0
-    for step in range(max(batches)):
-        active = [rank + 1 for rank, count in enumerate(batches) if step < count]
-        total -= sum(active) / len(active)
-    for last, right, value in found:
-        assert right
-        assert batches[last] == max(batches)
-        assert value == pytest.approx(total, rel=1e-6)
+def test_training_with_uneven_batches(world: World) -> None:
+    found = world.run(_train_twice, env={"HVDP_FUSION_THRESHOLD": "1000", "OMP_NUM_THREADS": "1"})
+    for number, batches in enumerate(BATCHES):
+        total = 0.0
+        for step in range(max(batches)):
+            active = [rank + 1 for rank, count in enumerate(batches) if step < count]
+            total -= sum(active) / len(active)
+        for last, right, value in (each[number] for each in found):
+            assert right
+            assert batches[last] == max(batches)
+            assert value == pytest.approx(total, rel=1e-6)
