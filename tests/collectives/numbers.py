@@ -214,12 +214,11 @@ def rows() -> Iterator[Any]:
         yield Exact("Average", "float64", 1.7e308, 1.7e308, count=count)
     for dtype in INTS:
         yield Wrapping(dtype)
-    for dtype in (*FLOATS, *INTS, "complex64"):
-        for op in OPS:
+    factors = ((2.0, 0.5), (1.0, 3.0), (0.5, 1.0))
+    for turn, dtype in enumerate((*FLOATS, *INTS, "complex64")):
+        for number, op in enumerate(OPS, turn):
             if has_meaning(op, dtype):
-                yield Scaled(op, dtype, 2.0, 0.5)
-                yield Scaled(op, dtype, 1.0, 3.0)
-                yield Scaled(op, dtype, 0.5, 1.0)
+                yield Scaled(op, dtype, *factors[number % 3])
     for how in ("none", "fp16", "bf16"):
         for dtype in ("float16", "bfloat16", "float32", "float64", "int32", "complex64"):
             yield Compressed(how, dtype)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import hvdp as hvd
 from hvdp.testing import World, worlds
 
-EXAMPLES = 60
+EXAMPLES = 40
 DTYPES = st.sampled_from(["uint8", "int32", "float16", "float64", "complex64"])
 RESTS = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 

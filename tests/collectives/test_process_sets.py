@@ -194,7 +194,9 @@ def _given_to_init() -> list[float]:
     hvd.init(process_sets=sets)
     assert [s.ranks for s in sets] == [[0, 1], [1, 2]]
     mine = [s for s in sets if s.included()]
-    return [float(hvd.allreduce(hvd.rank() + 1.0, op=hvd.Sum, process_set=s)) for s in mine]
+    found = [float(hvd.allreduce(hvd.rank() + 1.0, op=hvd.Sum, process_set=s)) for s in mine]
+    hvd.barrier()
+    return found
 
 
 @pytest.mark.parametrize("world", worlds(shm=(3,), mpi=(3,)), ids=str)
