@@ -56,14 +56,10 @@ def broadcast_global_variables(root_rank: int, model: Any = None, local: Sequenc
         local: variables that stay this rank's own.
     """
     optimizer = getattr(model, "optimizer", None)
-    root = runtime.require("broadcast_global_variables").rank == root_rank
-    built = None
-    if root:
-        built = (getattr(model, "input_shape", None) if model.built else None, bool(optimizer and optimizer.built))
-    _, has_state = broadcast_object(built, root_rank)
-    if optimizer is not None and has_state and not optimizer.built:
+    has_state = broadcast_object(optimizer is not None and optimizer.built, root_rank)
+    if optimizer is not None and not optimizer.built and has_state:
         optimizer.build(model.trainable_variables)
-    # State that the root lacks begins at its initial value everywhere: alike, unless it was loaded.
-    if optimizer is not None and not has_state and model.built:
-        optimizer.build(model.trainable_variables) if not optimizer.built else None
-    broadcast_variables(model_variables(model, local), root_rank)
+    own = None if optimizer is None or has_state else optimizer
+    # State that the root lacks starts anew: rank by rank it may have been loaded.
+    apart = [*local, *(own.variables if own is not None else ())]
+    broadcast_variables(model_variables(model, apart), root_rank)
