@@ -15,7 +15,7 @@ KIB, MIB = 1 << 10, 1 << 20
 REPETITIONS = {1 * KIB: 100, 64 * KIB: 100, 1 * MIB: 50, 4 * MIB: 40, 16 * MIB: 20, 64 * MIB: 15}
 QUICK = {1 * KIB: 5, 1 * MIB: 5}
 BURST = 4
-"""Calls in a row of one contender: as many as a small model has buckets. The first finds cold caches."""
+"""Calls in a row of one contender: as many as a small model has buckets."""
 WARM_UP = 3
 
 

@@ -4,6 +4,7 @@ This module is the framework-neutral API on NumPy arrays; `hvdp.torch` is the sa
 PyTorch tensors, with a DistributedOptimizer.
 """
 
+from hvdp import metrics as metrics
 from hvdp._core.ops import Adasum, Average, Max, Min, Product, Sum
 from hvdp._numpy import Compression
 from hvdp._numpy import collectives as _collectives
@@ -31,6 +32,7 @@ from hvdp.basics import (
 from hvdp.collectives import allgather_object, barrier, broadcast_object, join, poll, synchronize
 from hvdp.errors import HorovodInternalError, HvdpError, MismatchError
 from hvdp.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdp.sharding import shard
 from hvdp.timeline import start_timeline, stop_timeline
 
 allgather = _collectives.allgather
@@ -115,6 +117,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "shard",
     "shutdown",
     "size",
     "start_timeline",

@@ -36,6 +36,7 @@ class Config:
         start_timeout: how long `init()` waits for the other ranks, seconds.
         stall_warning, stall_shutdown: after how long a tensor that some ranks do not submit is
             warned of, and ends the job, seconds; 0 is never.
+        check_every: after how many steps an optimizer compares its parameters between ranks; 0 is never.
         timeline: where rank 0 writes a timeline from the start; "" is nowhere.
         timeline_mark_cycles: also mark rank 0's rounds in it.
         log_level: name of a `logging` level.
@@ -47,6 +48,7 @@ class Config:
     start_timeout: float = 60.0
     stall_warning: float = 60.0
     stall_shutdown: float = 0.0
+    check_every: int = 0
     timeline: str = ""
     timeline_mark_cycles: bool = False
     log_level: str = "INFO"
@@ -68,6 +70,7 @@ class Config:
             if read.flag("STALL_CHECK_DISABLE")
             else read.number("STALL_CHECK_TIME_SECONDS", cls.stall_warning, float, least=0),
             stall_shutdown=read.number("STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown, float, least=0),
+            check_every=read.number("CHECK_EVERY", cls.check_every, int, least=0),
             timeline=read.text("TIMELINE"),
             timeline_mark_cycles=read.flag("TIMELINE_MARK_CYCLES"),
             log_level=read.choice(

@@ -190,7 +190,7 @@ class ControlPlane:
     def _take_verdicts(self, frame: bytes) -> None:
         notices = messages.read_verdicts(frame, self._signatures.__getitem__)
         for notice in notices:
-            if notice.number >= 0:
+            if notice.number >= 0 and notice.number not in self._signatures:
                 self._numbers[notice.signature] = notice.number
                 self._signatures[notice.number] = notice.signature
         self._deliver(notices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hvdp._core import wording
 from hvdp._core.ops import Kind, Signature
@@ -18,8 +19,7 @@ __all__ = ["Coordinator", "Stall", "Submission", "Verdict"]
 _NEEDS_EVERYBODY = {Kind.ALLTOALL, Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET}
 
 
-@dataclass(frozen=True)
-class Submission:
+class Submission(NamedTuple):
     """One rank's part in one name.
 
     Attributes:
@@ -32,8 +32,7 @@ class Submission:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the members of a process set are told about one name.
 
     Attributes:

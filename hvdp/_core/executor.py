@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -26,8 +26,7 @@ __all__ = ["Executor"]
 _Key = tuple[int, str]
 
 
-@dataclass(frozen=True)
-class _Agreed:
+class _Agreed(NamedTuple):
     operation: Operation
     terms: Terms
 

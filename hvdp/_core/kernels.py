@@ -2,7 +2,8 @@
 
 Numerics, the same on every transport that uses these kernels:
 
-- 16-bit floats are widened to float32, reduced and rounded once.
+- 16-bit floats are widened to float32, reduced and rounded once, to nearest even; a result
+  that is no number is always the same one, whoever lent the casts.
 - An average of floats never overflows where the average itself is representable: if the
   plain sum overflows (the processor's own flag says so) the terms are divided first.
 - Integers are averaged with floor division of the exact 64-bit sum; scaled integers are
@@ -14,22 +15,18 @@ Numerics, the same on every transport that uses these kernels:
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from hvdp._core.arrays import Array
+from hvdp._core.casts import Widened, is_narrow, narrow
 from hvdp._core.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum
+from hvdp._core.scratch import PIECE_BYTES, scratch
 
 __all__ = ["PIECE_BYTES", "neutral", "pieces", "reduce_into"]
 
-PIECE_BYTES = 1 << 17
-"""Bytes of one operand in one kernel call: a few of them fit a core's L2 cache."""
-
-_NARROW = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 _FOLD: dict[Any, Callable[..., Any]] = {
     Average: np.add,
     Sum: np.add,
@@ -72,13 +69,14 @@ def reduce_into(out: Array, sources: Sequence[Array], reduction: Reduction) -> N
         sources: one array a rank, in rank order; not changed unless it is `out`.
     """
     kind = out.dtype.kind
-    if reduction.weights is not None:
+    if is_narrow(out.dtype):
+        for lo, hi in pieces(0, out.size, out.itemsize):
+            _narrow_floats(out[lo:hi], [source[lo:hi] for source in sources], reduction)
+    elif reduction.weights is not None:
         out[...] = _weighted(sources, reduction.weights)
     elif kind == "b":
         fold = _FOLD_BOOL[reduction.op]
         out[...] = _folded(fold, sources)
-    elif out.dtype in _NARROW:
-        out[...] = _floats([s.astype(np.float32) for s in sources], reduction)
     elif kind in "iu":
         out[...] = _integers(sources, reduction)
     elif len(sources) == 2 and reduction.op is not Average and _unscaled(reduction):
@@ -87,38 +85,32 @@ def reduce_into(out: Array, sources: Sequence[Array], reduction: Reduction) -> N
         _floats(sources, reduction, out)
 
 
-class _Scratch(threading.local):
-    """One piece of memory a thread, kept: fresh memory would be paged in at every call."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(2 * PIECE_BYTES, np.uint8)
-
-    def like(self, array: Array) -> Array:
-        if array.nbytes > self._memory.nbytes:
-            return np.empty_like(array)
-        return self._memory[: array.nbytes].view(array.dtype)
-
-
-_scratch = _Scratch()
+def _narrow_floats(out: Array, sources: Sequence[Array], reduction: Reduction) -> None:
+    wide = Widened(sources)
+    weights = reduction.weights
+    narrow(_floats(wide, reduction) if weights is None else _weighted(wide, weights), out)
 
 
 def _unscaled(reduction: Reduction) -> bool:
     return reduction.prescale == 1.0 and reduction.postscale == 1.0
 
 
-def _folded(fold: Callable[..., Any], sources: Sequence[Array]) -> Array:
+def _folded(fold: Callable[..., Any], sources: Iterable[Array]) -> Array:
     """In scratch memory, valid until the next call on this thread."""
-    result = _scratch.like(sources[0])
-    if len(sources) == 1:
-        result[...] = sources[0]
+    terms = iter(sources)
+    first = next(terms)
+    result = scratch.take(0, first.dtype, first.size)
+    second = next(terms, None)
+    if second is None:
+        result[...] = first
         return result
-    fold(sources[0], sources[1], out=result)
-    for source in sources[2:]:
+    fold(first, second, out=result)
+    for source in terms:
         fold(result, source, out=result)
     return result
 
 
-def _floats(sources: Sequence[Array], reduction: Reduction, out: Array | None = None) -> Array:
+def _floats(sources: Iterable[Array], reduction: Reduction, out: Array | None = None) -> Array:
     fold = _FOLD[reduction.op]
     if reduction.prescale != 1.0:
         sources = [_times(s, reduction.prescale) for s in sources]
@@ -131,7 +123,7 @@ def _floats(sources: Sequence[Array], reduction: Reduction, out: Array | None = 
     return target
 
 
-def _average(sources: Sequence[Array], reduction: Reduction, out: Array | None) -> Array:
+def _average(sources: Iterable[Array], reduction: Reduction, out: Array | None) -> Array:
     divisor = reduction.divisor
     overflown = None
     try:
@@ -154,14 +146,15 @@ def _average(sources: Sequence[Array], reduction: Reduction, out: Array | None) 
     return target
 
 
-def _weighted(sources: Sequence[Array], weights: Sequence[float]) -> Array:
+def _weighted(sources: Iterable[Array], weights: Sequence[float]) -> Array:
     """A rank of weight 0 is left out, whatever it holds: the mean of no samples is not a number."""
-    result: Array | float = 0.0
+    result = None
     for source, weight in zip(sources, weights, strict=True):
+        result = np.zeros_like(source) if result is None else result
         if weight:
-            wide = source.astype(np.float32) if source.dtype in _NARROW else source
-            result = _times(wide, weight) + result
-    return np.asarray(result)
+            result += _times(source, weight)
+    assert result is not None
+    return result
 
 
 def _times(array: Array, factor: float, out: Array | None = None) -> Array:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvdp._core.coordinator import Submission, Verdict
 from hvdp._core.ops import Signature
@@ -27,8 +27,7 @@ __all__ = ["Notice", "pack_known", "read_submission", "read_verdicts", "submissi
 _HEAD = struct.Struct("<IH")
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(NamedTuple):
     """A verdict as a member receives it; fields as in Verdict.
 
     Attributes:
@@ -62,7 +61,7 @@ def unpack_known(frame: bytes) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def submission_frame(submission: Submission) -> bytes:
-    return encode(b"S", [submission.signature.to_json(), submission.extras, submission.error])
+    return encode(b"S", [submission.signature, submission.extras, submission.error])
 
 
 def read_submission(frame: bytes, known: Callable[[int], Signature]) -> list[Submission]:
@@ -81,7 +80,7 @@ def verdict_frame(verdicts: Sequence[Verdict]) -> bytes:
     return encode(
         b"V",
         [
-            [v.signature.to_json(), extras, v.number, v.absent, v.error, v.gone, v.invalid]
+            [v.signature, extras, v.number, v.absent, v.error, v.gone, v.invalid]
             for v, extras in zip(verdicts, flat, strict=True)
         ],
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hvdp._core.coordinator import Submission
 from hvdp._core.handles import Handle
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Operation", "Terms"]
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What the members have agreed on beyond the signature.
 
     Attributes:

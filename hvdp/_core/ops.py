@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdp.errors import InvalidArgumentError
 
@@ -61,8 +60,7 @@ class Kind(str, Enum):
     REMOVE_PROCESS_SET = "remove_process_set"
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """What a transport does to the values of `divisor` ranks, element by element.
 
     result = postscale * op(prescale * x_0, prescale * x_1, ...), for Average divided by `divisor`;
@@ -77,11 +75,10 @@ class Reduction:
 
     def over(self, contributors: int) -> Reduction:
         """The same over so many ranks."""
-        return Reduction(self.op, contributors, self.prescale, self.postscale)
+        return self._replace(divisor=contributors)
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """Everything about one collective call that must be equal on every member.
 
     A signature is hashable: seen once by all members it is known by a small number afterwards.
@@ -105,10 +102,7 @@ class Signature:
 
     def differences(self, other: Signature) -> list[str]:
         """Names of the fields in which two signatures differ."""
-        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
-
-    def to_json(self) -> list[Any]:
-        return [getattr(self, f.name) for f in fields(self)]
+        return [name for name in self._fields if getattr(self, name) != getattr(other, name)]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Signature:

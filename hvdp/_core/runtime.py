@@ -17,11 +17,13 @@ class Runtime:
     Attributes:
         engine: None outside.
         starts: how many times `init` has met the other ranks; tells two starts apart.
+        joins: how many times all ranks have joined since.
     """
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.starts = 0
+        self.joins = 0
         self._serials: dict[str, count[int]] = {}
         self._watches_forks = False
 

@@ -7,8 +7,7 @@ Operations made here are submitted together by `together`, alone by `alone`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,8 +45,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What collective calls have in common.
 
     Attributes:
@@ -63,7 +61,7 @@ class Options:
 
     def numbered(self, index: int) -> Options:
         """For one tensor of a group."""
-        return replace(self, name=f"{self.name}.{index}") if self.name else self
+        return self._replace(name=f"{self.name}.{index}") if self.name else self
 
 
 def allreduce(
@@ -132,6 +130,7 @@ def join() -> int:
     """See `hvdp.join`."""
     rank = _engine(Kind.JOIN).run(Join())
     assert isinstance(rank, int)
+    runtime.joins += 1
     return rank
 
 

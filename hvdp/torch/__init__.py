@@ -42,11 +42,20 @@ from hvdp import (
     stop_timeline,
     synchronize,
 )
+from hvdp.torch import metrics
+from hvdp.torch._kernels import lend as _lend_kernels
+from hvdp.torch.buffers import average_buffers
 from hvdp.torch.collectives import Compression
 from hvdp.torch.collectives import collectives as _collectives
+from hvdp.torch.consistency import check_consistency
 from hvdp.torch.optimizer import DistributedOptimizer
+from hvdp.torch.sharding import shard
 from hvdp.torch.sparse import sparse_allreduce_async
 from hvdp.torch.state import broadcast_optimizer_state, broadcast_parameters
+from hvdp.torch.sync_batch_norm import SyncBatchNorm
+from hvdp.torch.warmup import WarmupLR
+
+_lend_kernels()
 
 allgather = _collectives.allgather
 allgather_async = _collectives.allgather_async
@@ -84,6 +93,8 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
+    "WarmupLR",
     "__version__",
     "add_process_set",
     "allgather",
@@ -95,6 +106,7 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "average_buffers",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -103,6 +115,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "check_consistency",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -123,6 +136,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "metrics",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
@@ -133,6 +147,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "shard",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -43,8 +43,9 @@ def workspace(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
         raise InvalidArgumentError(f"expected a torch.Tensor. Received: {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise InvalidArgumentError(f"expected a dense tensor. Received: layout {tensor.layout}")
-    work = tensor.detach().to("cpu").contiguous()
-    work = work.resolve_conj().resolve_neg()
+    work = tensor.detach()
+    if not work.is_cpu or not work.is_contiguous() or work.is_conj() or work.is_neg():
+        work = work.to("cpu").contiguous().resolve_conj().resolve_neg()
     return work.clone() if copy and work.data_ptr() == tensor.data_ptr() else work
 
 

@@ -22,6 +22,7 @@ from hvdp.optimizer import GradientReducer, Policy
 from hvdp.process_sets import ProcessSet, global_process_set
 from hvdp.scaling import LrScaling
 from hvdp.torch.adasum import DeltaAdasum
+from hvdp.torch.consistency import DriftWatch
 from hvdp.torch.gradients import TorchGradients
 from hvdp.torch.rates import rate_scaler
 
@@ -130,6 +131,7 @@ class _Distributed(torch.optim.Optimizer):
     _reducer: GradientReducer
     _store: TorchGradients
     _delta: DeltaAdasum | None
+    _drift: DriftWatch
 
     def _attach(self, reducer: GradientReducer, store: TorchGradients) -> None:
         self._reducer = reducer
@@ -137,6 +139,7 @@ class _Distributed(torch.optim.Optimizer):
         self._watch(store)
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
+        self._drift = DriftWatch(self, reducer.policy.process_set, reducer.name)
 
     def _watch(self, store: TorchGradients) -> None:
         self._store = store

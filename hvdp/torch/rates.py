@@ -9,7 +9,7 @@ import torch
 
 from hvdp.scaling import LrScaling, scale_factor
 
-__all__ = ["rate_scaler"]
+__all__ = ["rate_scaler", "recorded_factor"]
 
 _log = logging.getLogger(__name__)
 _FACTOR = "hvdp_lr_factor"
@@ -47,6 +47,12 @@ def rate_scaler(
             )
 
     return scale
+
+
+def recorded_factor(optimizer: torch.optim.Optimizer) -> float | None:
+    """What a scaler has multiplied the rates by, or None if none has."""
+    factors = [group[_FACTOR] for group in optimizer.param_groups if _FACTOR in group]
+    return float(factors[0]) if factors else None
 
 
 def _few(rates: list[float]) -> str:

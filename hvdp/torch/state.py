@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,28 +21,42 @@ __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]], root_rank: int = 0
 ) -> None:
-    """Overwrite tensors, in place, with those of rank `root_rank`; collective.
+    """Give every rank the values of rank `root_rank`; collective.
+
+    Tensors are overwritten in place. Other entries of a mapping (counters, None, a module's
+    `_extra_state`) are replaced in the mapping: `model.load_state_dict(state)` then hands
+    them to the model, if it has any.
 
     Args:
-        params: `model.state_dict()` or `model.named_parameters()`; entries that are not
-            tensors are left alone.
+        params: `model.state_dict()` or `model.named_parameters()`; pairs without a tensor
+            are left alone.
 
     Raises:
         MismatchError: the ranks' names, shapes or dtypes differ; on every rank.
     """
-    entries = params.items() if isinstance(params, Mapping) else params
+    tensors: dict[str, torch.Tensor] = {}
+    others: list[str] = []
+    fault = ""
     try:
-        tensors = {name: value for name, value in entries if isinstance(value, torch.Tensor)}
-        fault = ""
+        for name, value in params.items() if isinstance(params, Mapping) else params:
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+            elif isinstance(params, MutableMapping):
+                others.append(name)
     except (TypeError, ValueError):
-        tensors = {}
         fault = f"params must be a state_dict or (name, tensor) pairs. Received: {type(params).__name__}"
     specs = [
         ParameterSpec(name, tuple(value.shape), dtype_name(value.dtype), value.element_size())
         for name, value in tensors.items()
     ]
+    specs += [ParameterSpec(name, (), "no tensor", 0) for name in others]
     check_same_parameters("broadcast_parameters", specs, fault)
-    _broadcast_all(list(tensors.values()), root_rank, f"parameters.{runtime.serial('parameters')}")
+    label = f"parameters.{runtime.serial('parameters')}"
+    _broadcast_all(list(tensors.values()), root_rank, label)
+    if others:
+        assert isinstance(params, MutableMapping)
+        values = broadcast_object([params[name] for name in others], root_rank, f"{label}.others")
+        params.update(zip(others, values, strict=True))
 
 
 def _broadcast_all(tensors: list[torch.Tensor], root_rank: int, label: str) -> None:
@@ -58,6 +72,7 @@ class _Tensor:
     """Stands for a tensor in the broadcast structure."""
 
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     beside_parameter: bool
 
@@ -81,26 +96,24 @@ def broadcast_optimizer_state(
     tensors: list[torch.Tensor] = []
     outline = None
     if runtime.require("broadcast_optimizer_state").rank == root_rank:
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        states = [optimizer.state.get(parameter) for parameter in parameters]
         sizes = [len(group["params"]) for group in groups]
-        outline = (
-            sizes,
-            _outline(options, None, tensors),
-            [
-                _outline(state, parameter, tensors)
-                for state, parameter in zip(states, parameters, strict=True)
-            ],
-        )
+        options = [
+            _outline({key: value for key, value in group.items() if key != "params"}, _first(group), tensors)
+            for group in groups
+        ]
+        states = [_outline(optimizer.state.get(parameter), parameter, tensors) for parameter in parameters]
+        # Some optimizers keep what belongs to no parameter under names.
+        common = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+        outline = (sizes, options, states, _outline(common, None, tensors))
     label = f"optimizer_state.{runtime.serial('optimizer_state')}"
-    sizes, options, states = broadcast_object(outline, root_rank, f"{label}.outline")
+    sizes, options, states, common = broadcast_object(outline, root_rank, f"{label}.outline")
     own = [len(group["params"]) for group in groups]
     if outline is None and own == sizes:
-        options = _fill(options, torch.device("cpu"), tensors)
+        options = [_fill(o, _first(group), tensors) for o, group in zip(options, groups, strict=True)]
         states = [
-            _fill(state, parameter.device, tensors)
-            for state, parameter in zip(states, parameters, strict=True)
+            _fill(state, parameter, tensors) for state, parameter in zip(states, parameters, strict=True)
         ]
+        common = _fill(common, None, tensors)
     check_same_parameters(
         "broadcast_optimizer_state",
         [ParameterSpec(f"group {i}", (count,), "parameters", 0) for i, count in enumerate(own)],
@@ -113,6 +126,7 @@ def broadcast_optimizer_state(
         group.clear()
         group.update(params=members, **new)
     optimizer.state.clear()
+    optimizer.state.update(common)
     for parameter, state in zip(parameters, states, strict=True):
         if state is not None:
             optimizer.state[parameter] = state
@@ -123,7 +137,9 @@ def _outline(value: Any, parameter: torch.Tensor | None, tensors: list[torch.Ten
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         beside = parameter is not None and value.device == parameter.device
-        return _Tensor(tuple(value.shape), value.dtype, beside)
+        # On the meta device: the memory order, without the memory.
+        strides = torch.empty_like(value, device="meta").stride()
+        return _Tensor(tuple(value.shape), strides, value.dtype, beside)
     if isinstance(value, dict):
         return {key: _outline(item, parameter, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -131,14 +147,19 @@ def _outline(value: Any, parameter: torch.Tensor | None, tensors: list[torch.Ten
     return value
 
 
-def _fill(value: Any, device: torch.device, tensors: list[torch.Tensor]) -> Any:
+def _fill(value: Any, parameter: torch.Tensor | None, tensors: list[torch.Tensor]) -> Any:
     """`_outline`'s inverse: new tensors, appended to `tensors` in the same order."""
     if isinstance(value, _Tensor):
-        where = device if value.beside_parameter else torch.device("cpu")
-        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=where))
+        where = parameter.device if value.beside_parameter and parameter is not None else "cpu"
+        tensors.append(torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=where))
         return tensors[-1]
     if isinstance(value, dict):
-        return {key: _fill(item, device, tensors) for key, item in value.items()}
+        return {key: _fill(item, parameter, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_fill(item, device, tensors) for item in value])
+        return type(value)([_fill(item, parameter, tensors) for item in value])
     return value
+
+
+def _first(group: dict[str, Any]) -> torch.Tensor | None:
+    """A parameter of the group, beside which its options may be."""
+    return group["params"][0] if group["params"] else None

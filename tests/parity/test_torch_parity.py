@@ -68,7 +68,9 @@ def _train(name: str, dtype: torch.dtype, steps: int, distributed: bool, passes:
                 for parameter in model.parameters():
                     parameter.add_(1)
         hvd.broadcast_parameters(model.state_dict())
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), passes)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), backward_passes_per_step=passes
+        )
     for images, labels in _batches(steps, dtype):
         optimizer.zero_grad()
         parts = zip(images[share].chunk(passes), labels[share].chunk(passes), strict=True)

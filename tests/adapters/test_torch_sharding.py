@@ -1,0 +1,126 @@
+"""hvd.shard on torch's data: datasets of both kinds with workers, tensors, and disagreements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import hvdp.torch as hvd
+from hvdp.errors import InvalidArgumentError, MismatchError
+from hvdp.testing import World, worlds
+
+
+class Squares(Dataset[int]):
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+class Letters(IterableDataset[str]):
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (f"{letter}{self.epoch}" for letter in "abcdefghijk")
+
+
+def _start() -> tuple[int, int]:
+    torch.set_num_threads(1)
+    hvd.init()
+    return hvd.rank(), hvd.size()
+
+
+def _everybodys(items: list[Any]) -> list[Any]:
+    return sorted(item for part in hvd.allgather_object(items) for item in part)
+
+
+def map_style() -> None:
+    _, size = _start()
+    sampler = hvd.shard(Squares(), seed=2, pad=False)
+    loader = DataLoader(Squares(), batch_size=2, sampler=sampler)
+    epochs = [[int(x) for batch in loader for x in batch] for _ in range(3)]
+    for own in epochs:
+        assert _everybodys(own) == [i * i for i in range(11)]
+        assert len(own) == len(sampler)
+    assert epochs[0] != epochs[1] != epochs[2]
+    resumed = DataLoader(Squares(), sampler=hvd.shard(Squares(), seed=2, pad=False, epoch=1))
+    assert [int(x) for x in resumed] == epochs[1]
+    sampler.set_epoch(0)
+    assert [int(x) for batch in loader for x in batch] == epochs[0]
+    padded = hvd.shard(Squares())
+    real = [i for i, pads in zip(padded, padded.is_padding, strict=True) if not pads]
+    assert _everybodys(real) == list(range(11))
+    assert len(hvd.allgather_object(len(padded))) == size
+    assert len(set(hvd.allgather_object(len(padded)))) == 1
+    assert len(hvd.shard(Squares(), drop_last=True)) == 11 // size
+
+
+def iterables() -> None:
+    _start()
+    wanted = [[f"{letter}{epoch}" for letter in "abcdefghijk"] for epoch in range(3)]
+    for options in (
+        {"num_workers": 0},
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True},
+    ):
+        loader = DataLoader(hvd.shard(Letters(), pad=False), batch_size=None, **options)
+        assert [_everybodys(list(loader)) for _ in range(3)] == wanted
+    even = [list(hvd.shard(Letters(), drop_last=drop)) for drop in (False, True)]
+    for own in even:
+        assert len(set(hvd.allgather_object(len(own)))) == 1
+    assert sorted(set(_everybodys(even[0]))) == wanted[0]
+    late = hvd.shard(Letters(), epoch=4, pad=False)
+    assert _everybodys(list(late))[0] == "a4"
+    assert _everybodys(list(hvd.shard(iter(range(7)), pad=False))) == list(range(7))
+
+
+def tensors() -> None:
+    rank, size = _start()
+    rows = torch.arange(22).reshape(11, 2)
+    own = hvd.shard(rows, pad=False)
+    assert torch.equal(own, rows[rank::size])
+    images, labels = (hvd.shard(part, shuffle=True, seed=1, epoch=3) for part in (rows, rows[:, 0]))
+    assert torch.equal(images[:, 0], labels)
+    assert not torch.equal(labels, hvd.shard(rows[:, 0], shuffle=True, seed=1, epoch=4))
+    assert isinstance(hvd.shard(np.arange(4)), np.ndarray)
+    assert hvd.shard(["a", "b", "c"], pad=False) == ["a", "b", "c"][rank::size]
+    assert len(hvd.shard(TensorDataset(rows), drop_last=True)) == 11 // size
+    members = hvd.add_process_set([0])
+    if rank == 0:
+        assert torch.equal(hvd.shard(rows, process_set=members), rows)
+
+
+def refuses() -> None:
+    rank, _ = _start()
+    for data, options in ((10 + rank, {}), (10, {"seed": rank}), (10, {"drop_last": rank == 1})):
+        with pytest.raises(MismatchError, match="rank 0 has 10 elements") as caught:
+            hvd.shard(data, **options)
+        assert "rank 1 has" in str(caught.value)
+    with pytest.raises(InvalidArgumentError, match="rank 1: needs a dataset"):
+        hvd.shard(None if rank == 1 else Letters())
+    with pytest.raises(InvalidArgumentError, match="shard each by itself"):
+        hvd.shard((torch.zeros(2), torch.zeros(2)))
+    with pytest.raises(InvalidArgumentError):
+        hvd.shard({"x": torch.zeros(2)})
+    hvd.barrier()
+
+
+def _run_all() -> None:
+    map_style()
+    tensors()
+    refuses()
+    iterables()
+
+
+@pytest.mark.parametrize("world", worlds(shm=(2, 3)), ids=str)
+def test_shard(world: World) -> None:
+    world.run(_run_all)
