@@ -43,6 +43,7 @@ from hvdp import (
 from hvdp.keras import callbacks
 from hvdp.keras.functions import allgather, allreduce, broadcast, load_model, reducescatter
 from hvdp.keras.optimizer import Compression, DistributedOptimizer, PartialDistributedOptimizer
+from hvdp.keras.sharding import shard
 from hvdp.keras.state import broadcast_global_variables, broadcast_variables
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "reducescatter",
     "remove_process_set",
     "rocm_built",
+    "shard",
     "shutdown",
     "size",
     "start_timeline",

@@ -45,5 +45,7 @@ def backend() -> Backend:
     """
     name = keras.backend.backend()
     if name not in ("tensorflow", "torch", "jax"):
-        raise InvalidArgumentError(f"hvdp.keras works on the backends tensorflow, torch and jax. Received: {name}")
+        raise InvalidArgumentError(
+            f"hvdp.keras works on the backends tensorflow, torch and jax. Received: {name}"
+        )
     return cast(Backend, import_module(f"hvdp.keras._{name}"))

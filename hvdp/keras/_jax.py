@@ -48,7 +48,9 @@ def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] |
         shapes = [
             jax.ShapeDtypeStruct(reducer.specs[i].shape, np.dtype(reducer.specs[i].dtype)) for i in wanted
         ]
-        done, *values = io_callback(run, (jax.ShapeDtypeStruct((), np.bool_), *shapes), *tensors, ordered=True)
+        done, *values = io_callback(
+            run, (jax.ShapeDtypeStruct((), np.bool_), *shapes), *tensors, ordered=True
+        )
     else:
         flag, *arrays = run(*tensors)
         done = bool(flag)
@@ -65,9 +67,7 @@ def call(function: Callable[[list[Array]], list[Array]], tensors: Sequence[Any])
     if not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
         return [jax.numpy.array(a, copy=True) for a in function([np.array(tensor) for tensor in tensors])]
     shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
-    return list(
-        io_callback(lambda *a: function([np.array(x) for x in a]), shapes, *tensors, ordered=True)
-    )
+    return list(io_callback(lambda *a: function([np.array(x) for x in a]), shapes, *tensors, ordered=True))
 
 
 def select(flag: Any, new: Any, old: Any) -> Any:

@@ -46,7 +46,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         local_variables: variables that stay each rank's own.
     """
 
-    def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None
+    ) -> None:
         super().__init__()
         self.root_rank = root_rank
         self._local = list(local_variables or ())
@@ -244,7 +246,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.verbose and rank() == 0 and self.end_epoch is not None and epoch + 1 == int(np.ceil(self.end_epoch)):
+        if (
+            self.verbose
+            and rank() == 0
+            and self.end_epoch is not None
+            and epoch + 1 == int(np.ceil(self.end_epoch))
+        ):
             _log.info("epoch %d: the learning rate has grown to %g", epoch + 1, self._rate())
 
 

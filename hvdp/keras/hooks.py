@@ -21,7 +21,6 @@ from keras import ops
 
 from hvdp._core.ops import Adasum
 from hvdp.errors import HvdpError
-from hvdp.keras._backend import backend
 from hvdp.keras.link import Link
 
 __all__ = ["attach", "install", "link_of", "stateless_step"]
@@ -102,7 +101,9 @@ def install() -> None:
         if link is None:
             return plain_make(self, force)
         if keras.backend.backend() == "tensorflow" and self.jit_compile:
-            _log.info("training without XLA (jit_compile=False): it cannot exchange gradients with other ranks")
+            _log.info(
+                "training without XLA (jit_compile=False): it cannot exchange gradients with other ranks"
+            )
             self.jit_compile = False
             force = True
         if force or getattr(self.train_function, "__hvdp__", None) is not link:

@@ -183,10 +183,8 @@ class Link:
     def _received(self, result: Any, context: Any, variable: Any) -> Any:
         if result is None:
             return None
-        if not backend().is_sparse(result):
-            if not isinstance(self.compression, NoCompressor):
-                result = self.compression.decompress(result, context)
-                result = ops.cast(result, variable.dtype)
+        if not backend().is_sparse(result) and not isinstance(self.compression, NoCompressor):
+            result = ops.cast(self.compression.decompress(result, context), variable.dtype)
         if self.mean_of_passes and self.policy.passes_per_step > 1:
             result = result / self.policy.passes_per_step
         return result

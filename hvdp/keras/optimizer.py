@@ -159,9 +159,7 @@ def PartialDistributedOptimizer(
     return wrapped
 
 
-def _fault(
-    optimizer: Any, op: int, passes: int, predivide: float, weighted: bool, groups: Groups
-) -> str:
+def _fault(optimizer: Any, op: int, passes: int, predivide: float, weighted: bool, groups: Groups) -> str:
     """What is wrong with the arguments, or ""."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return f"optimizer must be a Keras optimizer. Received: {type(optimizer).__name__}"

@@ -62,6 +62,7 @@ from hvdp.tensorflow.functions import (
     size_op,
 )
 from hvdp.tensorflow.optimizer import DistributedOptimizer
+from hvdp.tensorflow.sharding import shard
 from hvdp.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdp.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
@@ -120,6 +121,7 @@ __all__ = [
     "reducescatter",
     "remove_process_set",
     "rocm_built",
+    "shard",
     "shutdown",
     "size",
     "size_op",

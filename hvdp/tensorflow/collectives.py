@@ -43,7 +43,9 @@ class _TensorFlow:
         return as_array(self._value(tensor))
 
     def writable(self, tensor: Any) -> Array:
-        raise InvalidArgumentError("TensorFlow's tensors cannot be written; use the form that returns a new one")
+        raise InvalidArgumentError(
+            "TensorFlow's tensors cannot be written; use the form that returns a new one"
+        )
 
     def made(self, array: Array, like: Any) -> Any:
         return tf.constant(array)
@@ -129,7 +131,9 @@ def allreduce(
         op: Average (default), Sum, Min, Max, Product or Adasum.
     """
     if isinstance(tensor, tf.IndexedSlices):
-        return _gathered_slices(tensor, ReduceOp.resolve(average, op), prescale_factor * postscale_factor, name, process_set)
+        return _gathered_slices(
+            tensor, ReduceOp.resolve(average, op), prescale_factor * postscale_factor, name, process_set
+        )
     tensor = tf.convert_to_tensor(tensor)
     result = collectives.allreduce(
         tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set
@@ -156,7 +160,14 @@ def grouped_allreduce(
     dense = {i: tf.convert_to_tensor(t) for i, t in enumerate(tensors) if not isinstance(t, tf.IndexedSlices)}
     if dense:
         reduced = collectives.grouped_allreduce(
-            list(dense.values()), average, name, compression, op, prescale_factor, postscale_factor, process_set
+            list(dense.values()),
+            average,
+            name,
+            compression,
+            op,
+            prescale_factor,
+            postscale_factor,
+            process_set,
         )
         for (index, tensor), result in zip(dense.items(), reduced, strict=True):
             results[index] = tf.ensure_shape(result, tensor.shape)

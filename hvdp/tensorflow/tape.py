@@ -56,7 +56,8 @@ def DistributedGradientTape(
     if op not in (Average, Sum):
         fault = f"op must be hvd.Average or hvd.Sum. Received: {op!r}"
     elif not gradient_predivide_factor > 0 or (op != Average and gradient_predivide_factor != 1.0):
-        fault = f"gradient_predivide_factor must be positive, and needs Average. Received: {gradient_predivide_factor}"
+        fault = "gradient_predivide_factor must be positive, and needs Average. "
+        fault += f"Received: {gradient_predivide_factor}"
     if fault:
         raise InvalidArgumentError(fault)
     runtime.require("DistributedGradientTape")

@@ -61,7 +61,9 @@ def _cases() -> None:
         return tf.add_n([hvd.allreduce(x * i) for i in range(8)])
 
     def many(x: Any) -> Any:
-        (total,) = tf.while_loop(lambda _: True, lambda sum: [sum + several(x)], [x * 0], maximum_iterations=3)
+        (total,) = tf.while_loop(
+            lambda _: True, lambda sum: [sum + several(x)], [x * 0], maximum_iterations=3
+        )
         total += tf.cond(tf.reduce_sum(x) > 0, lambda: hvd.allreduce(x), lambda: x)
         return total + hvd.allreduce(x)
 
