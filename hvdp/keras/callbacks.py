@@ -211,9 +211,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             return
         optimizer = self._optimizer()
         optimizer.learning_rate = new
-        if self.momentum_correction and old > 0 and getattr(optimizer, "momentum", 0):
-            buffers = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", ())
-            for variable in buffers:
+        if self.momentum_correction and old > 0 and getattr(optimizer, "momentum", None):
+            buffers = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None)
+            for variable in buffers or ():
                 if variable is not None:
                     variable.assign(keras.ops.multiply(variable, new / old))
 

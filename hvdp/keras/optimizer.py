@@ -108,7 +108,7 @@ def DistributedOptimizer(
     link.scale_local = scale_local_gradients
     link.mean_of_passes = average_aggregated_gradients
     base = type(optimizer)
-    optimizer.__class__ = type(f"Distributed{base.__name__}", (_Distributed, base), {})  # type: ignore[assignment]
+    optimizer.__class__ = type(f"Distributed{base.__name__}", (_Distributed, base), {})
     hooks.attach(optimizer, link)
     return optimizer
 
@@ -185,8 +185,8 @@ class _Distributed:
 
     _hvdp: Link
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         """The original class, by which Keras saves the optimizer: who loads it needs no hvdp."""
         return type(self).__mro__[2]
 

@@ -15,7 +15,7 @@ from hvdp.tensorflow.collectives import allreduce, grouped_allreduce
 __all__ = ["SyncBatchNormalization"]
 
 
-@keras.saving.register_keras_serializable("hvdp")  # type: ignore[untyped-decorator]
+@keras.saving.register_keras_serializable("hvdp")
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """A BatchNormalization whose moments in training are those of all ranks' batches, of any sizes.
 

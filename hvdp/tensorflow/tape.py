@@ -62,7 +62,7 @@ def DistributedGradientTape(
         raise InvalidArgumentError(fault)
     runtime.require("DistributedGradientTape")
     base = type(gradtape)
-    made = type(f"Distributed{base.__name__}", (_DistributedTape, base), {})
+    made: Any = type(f"Distributed{base.__name__}", (_DistributedTape, base), {})
     tape: Any = made.__new__(made)
     tape.__dict__.update(gradtape.__dict__)
     policy = Policy(
