@@ -30,8 +30,9 @@ Apply = Callable[[list[Any], Any], None]
 
 def key_of(variable: Any) -> int:
     """Keras wraps TensorFlow's variables; both mean the same one."""
-    value = getattr(variable, "value", variable)
-    return id(variable if isinstance(variable, keras.Variable) or callable(value) else value)
+    if isinstance(variable, keras.Variable) and keras.backend.backend() == "tensorflow":
+        variable = variable.value
+    return id(variable)
 
 
 @dataclass

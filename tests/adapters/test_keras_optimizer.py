@@ -77,7 +77,7 @@ def _cases(folder: str) -> None:
         model = keras.Sequential(
             [layers.Input((2,), dtype="int32"), layers.Embedding(size + 2, 1, embeddings_initializer="zeros")]
         )
-        model.compile(optimizer, lambda y, prediction: keras.ops.sum(prediction, axis=(1, 2)))
+        model.compile(optimizer, lambda y, found: keras.ops.sum(keras.ops.reshape(found, (1, -1)), axis=-1))
         model.train_on_batch(np.array([[rank, 0]]), y[:1])
         wanted = np.array([*[1.0] * size, 0, 0])
         wanted[0] += size
@@ -126,7 +126,9 @@ def _cases(folder: str) -> None:
         assert type(again).__name__ == made.__name__
 
     # A model that was trained before takes the optimizer's new steps.
-    model = model_of(layers.Dense(1, use_bias=False, kernel_initializer="zeros"), optimizer=keras.optimizers.SGD(1.0))
+    model = model_of(
+        layers.Dense(1, use_bias=False, kernel_initializer="zeros"), optimizer=keras.optimizers.SGD(1.0)
+    )
     model.train_on_batch(x, y)
     hvd.DistributedOptimizer(model.optimizer)
     model.train_on_batch(x, y)
