@@ -119,13 +119,15 @@ def install() -> None:
 def _checked(model: Any, train: Callable[..., Any], link: Link) -> Callable[..., Any]:
     """`train`, which raises if it moves weights and has not reduced any gradient."""
 
+    jax = keras.backend.backend() == "jax"
+
     @functools.wraps(train)
     def run(*args: Any) -> Any:
         if link.in_place:
             return train(*args)
-        before = [np.array(value) for value in _weights(model, args)]
+        before = [np.array(value) for value in _weights(model, args[0])]
         result = train(*args)
-        after = _weights(model, result[1:]) if not link.in_place else []
+        after = _weights(model, result[-1] if jax else None) if not link.in_place else []
         moved = any(not np.array_equal(old, np.array(new)) for old, new in zip(before, after, strict=False))
         if moved:
             raise HvdpError(
@@ -139,8 +141,8 @@ def _checked(model: Any, train: Callable[..., Any], link: Link) -> Callable[...,
     return run
 
 
-def _weights(model: Any, states: Sequence[Any]) -> list[Any]:
-    """The trainable weights; on JAX they travel in the first state."""
+def _weights(model: Any, state: Any) -> list[Any]:
+    """The trainable weights; on JAX they come first in the state that the step takes and returns."""
     if keras.backend.backend() == "jax":
-        return list(states[0][0])
+        return list(state[0])
     return [keras.ops.convert_to_numpy(variable) for variable in model.trainable_variables]

@@ -172,9 +172,7 @@ class Link:
         return ParameterSpec(name, tuple(variable.shape), dtype, dtype_named(dtype).itemsize)
 
     def _to_send(self, gradient: Any, variable: Any) -> tuple[Any, Any]:
-        if backend().is_sparse(gradient):
-            if not self.sparse_as_dense:
-                return gradient, None
+        if self.sparse_as_dense and backend().is_sparse(gradient):
             gradient = backend().densified(gradient)
         if gradient.dtype != variable.dtype:
             gradient = ops.cast(gradient, variable.dtype)
@@ -184,7 +182,7 @@ class Link:
     def _received(self, result: Any, context: Any, variable: Any) -> Any:
         if result is None:
             return None
-        if not backend().is_sparse(result) and not isinstance(self.compression, NoCompressor):
+        if not isinstance(self.compression, NoCompressor):
             result = ops.cast(self.compression.decompress(result, context), variable.dtype)
         if self.mean_of_passes and self.policy.passes_per_step > 1:
             result = result / self.policy.passes_per_step

@@ -145,16 +145,13 @@ class _Reductions:
         reducer = self._reducer([sources[index] for index in shared])
         reduced, _ = reduce_gradients(reducer, [tensor for tensor, _ in sent], copy=True)
         for index, result, (_, context) in zip(shared, reduced or [], sent, strict=True):
-            plain = result is None or isinstance(result, tf.IndexedSlices)
-            results[index] = result if plain else self._compression.decompress(result, context)
+            results[index] = None if result is None else self._compression.decompress(result, context)
         return results
 
     def _to_send(self, gradient: Any) -> tuple[Any, Any]:
         if gradient is None:
             return None, None
-        if isinstance(gradient, tf.IndexedSlices):
-            if not self._sparse_as_dense:
-                return gradient, None
+        if isinstance(gradient, tf.IndexedSlices) and self._sparse_as_dense:
             gradient = tf.convert_to_tensor(gradient)
         compressed: tuple[Any, Any] = self._compression.compress(gradient)
         return compressed
