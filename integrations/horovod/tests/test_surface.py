@@ -35,7 +35,7 @@ NAMES_NOT_YET = {
     "horovod.keras.callbacks": set[str](),
     "horovod.tensorflow": {"elastic"},
     "horovod.tensorflow.keras": {"elastic"},
-    "horovod.torch": {"SyncBatchNorm", "elastic"},
+    "horovod.torch": {"elastic"},
 }
 PARAMETERS_NOT_YET: dict[str, list[str]] = {}
 # Required in Horovod; scripts that give them run as before.
