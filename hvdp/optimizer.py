@@ -8,6 +8,8 @@ frameworks.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,6 +30,9 @@ from hvdp.errors import InvalidArgumentError
 from hvdp.transports.base import Buffer
 
 __all__ = ["GradientReducer", "GradientStore", "Policy"]
+
+
+_MOST_TRIMS = 16  # some milliseconds each, in the first window only
 
 
 class GradientStore(Protocol):
@@ -139,12 +144,16 @@ class GradientReducer:
         self._store = store
         self.name = f"gradients.{runtime.serial(f'gradients/{process_set}')}"
         self._specs = specs
+        self._forget_buckets()
+        self._passes = 0
+        self._reductions = 0
+
+    def _forget_buckets(self) -> None:
         self._order: dict[int, None] = {}
         self._buckets: list[_Bucket] | None = None
         self._bucket_of: dict[int, _Bucket] = {}
         self._sparse: dict[int, int] = {}
-        self._passes = 0
-        self._reductions = 0
+        self._incomplete_until = -1
 
     def ready(self, index: int) -> None:
         """The gradient of a parameter has got this pass's share.
@@ -153,6 +162,7 @@ class GradientReducer:
             InvalidArgumentError: it was added to a gradient that has been reduced for this
                 step already, and reducing that again would count it more than once.
         """
+        self._plan_again_after_join()
         bucket = self._bucket_of.get(index)
         if bucket is None:
             self._order[index] = None
@@ -192,8 +202,8 @@ class GradientReducer:
         self._passes = 0
 
     def before_step(self) -> None:
-        """Reduce what the passes so far have left, if nothing has been reduced for this step."""
-        if not self._reductions:
+        """Reduce what no window's end has reduced: the last passes, or all there is before this step."""
+        if self._passes or not self._reductions:
             self.reduce()
 
     def after_step(self) -> None:
@@ -204,6 +214,7 @@ class GradientReducer:
         """Reduce now whatever has not been launched, and wait for everything."""
         self._passes = 0
         self._reductions += 1
+        self._plan_again_after_join()
         if self._buckets is None:
             self._buckets = self._make_buckets()
         sparse = [self._launch_sparse(index, dimensions) for index, dimensions in self._sparse.items()]
@@ -214,6 +225,11 @@ class GradientReducer:
             self._finish(bucket)
         for index, handle in zip(self._sparse, sparse, strict=True):
             self._finish_sparse(index, handle)
+
+    def _plan_again_after_join(self) -> None:
+        """A rank that had joined when buckets were made has none; it comes back after the join."""
+        if 0 <= self._incomplete_until < runtime.joins:
+            self._forget_buckets()
 
     def _launch(self, bucket: _Bucket) -> None:
         for mark, slot in enumerate(bucket.plan.slots):
@@ -271,16 +287,18 @@ class GradientReducer:
         views = allgather_object(
             ([*self._order, *unseen], own_sparse), f"{self.name}.order", policy.process_set
         )
+        if len(views) < engine.group(policy.process_set).size:
+            self._incomplete_until = runtime.joins
         self._sparse = {
             index: dimensions
             for index in own_sparse
             if (dimensions := max(sparse[index] for _, sparse in views))
         }
         order = [index for index in views[0][0] if index not in self._sparse]
+        plans = plan(self._specs, order, policy.bucket_bytes, policy.groups, policy.group_count)
+        total, moved = sum(bucket_plan.nbytes for bucket_plan in plans), 0
         buckets = []
-        for number, bucket_plan in enumerate(
-            plan(self._specs, order, policy.bucket_bytes, policy.groups, policy.group_count)
-        ):
+        for number, bucket_plan in enumerate(plans):
             allocate = Allocate(
                 f"{self.name}.{number}", bucket_plan.nbytes, policy.process_set, engine.executor
             )
@@ -293,9 +311,19 @@ class GradientReducer:
                 self._bucket_of[slot.parameter] = bucket
                 self._bind(slot, memory)
             buckets.append(bucket)
+            moved += bucket_plan.nbytes
+            if moved * _MOST_TRIMS >= total:
+                _return_freed_memory()
+                moved = 0
         return buckets
 
     def _bind(self, slot: Slot, memory: Array) -> None:
         self._store.bind(slot.parameter, memory[slot.start : slot.start + slot.count])
         # At once, so that gradients and buckets are not both in memory for the whole model.
         self._store.collect(slot.parameter)
+
+
+def _return_freed_memory() -> None:
+    """The C library would keep the gradients that were freed: a second copy of the model, unused."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -227,7 +227,7 @@ def agreed_partition(
     fault = fault or _option_fault(length, shuffle, seed, epoch)
     what = "a stream" if length is None else f"{length} elements"
     told = f"{what}, shuffle={shuffle}, seed={seed}, epoch={epoch}, drop_last={drop_last}, pad={pad}"
-    everything = allgather_object((fault, told), None, process_set.number())
+    everything = allgather_object((fault, told), "shard", process_set.number())
     ranks = runtime.require("shard").group(process_set.number()).ranks
     faults = [f"rank {rank}: {text}" for rank, (text, _) in zip(ranks, everything, strict=True) if text]
     if faults:

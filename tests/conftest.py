@@ -72,7 +72,8 @@ def _files() -> set[Path]:
 
 def _is_anothers(file: Path) -> bool:
     """Whether the file has gone by now, or belongs to a process that no test has started."""
-    if not file.exists():
+    # A semaphore of multiprocessing's that another program holds shows in nobody's maps for a moment.
+    if not file.exists() or file.name.startswith("sem."):
         return True
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

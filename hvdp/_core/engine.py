@@ -97,6 +97,11 @@ class Engine:
             self._unnamed[kind, process_set] = count + 1
         return f"{kind}.noname.{count}"
 
+    def rename(self) -> None:
+        """Number calls without a name from 0 again: ranks that joined have made fewer than the others."""
+        with self._wake_lock:
+            self._unnamed.clear()
+
     def submit(self, *operations: Operation) -> list[Handle]:
         """Hand operations over together; a handle completes when all members have done the same.
 

@@ -188,7 +188,9 @@ class Executor:
         if notice.gone >= 0:
             self._blame(notice.gone)
             return HorovodInternalError(notice.error, notice.gone)
-        return (InvalidArgumentError if notice.invalid else MismatchError)(notice.error)
+        call = f"{notice.signature.kind.value} {notice.signature.name!r}"
+        text = notice.error if call in notice.error else f"{notice.error} (in {call})"
+        return (InvalidArgumentError if notice.invalid else MismatchError)(text)
 
     def _in_flight(self, operation: Operation) -> str:
         signature = operation.signature

@@ -50,11 +50,13 @@ class StallWatch:
         self._warned &= {stall.signature for stall in stalls}
         for stall in stalls:
             if 0 < self._end_after <= stall.seconds:
-                raise HorovodInternalError(
+                report = (
                     f"stalled for {stall.seconds:.0f} s, more than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS: "
-                    f"{_text(stall)}",
-                    stall.missing[0] if stall.missing else None,
+                    f"{_text(stall)}"
                 )
+                # Logged as well: the launcher shows the traceback of the rank that is missing.
+                _log.error(report)
+                raise HorovodInternalError(report, stall.missing[0] if stall.missing else None)
             if stall.signature not in self._warned and stall.seconds >= self._warn_after:
                 self._warned.add(stall.signature)
                 _log.warning("stalled for %.0f s: %s", stall.seconds, _text(stall))

@@ -26,6 +26,7 @@ from hvdp._core.operations import (
     Reducescatter,
 )
 from hvdp._core.operations.alltoall import checked_splits
+from hvdp._core.operations.checks import root_fault
 from hvdp._core.ops import Kind, ReduceOp, Signature
 from hvdp._core.runtime import runtime
 
@@ -83,8 +84,10 @@ def allreduce(
 
 def broadcast(data: Array, root_rank: int, options: Options) -> Operation:
     """In place on `data`, which is the result."""
-    signature = _signature(Kind.BROADCAST, data, options, root_rank=root_rank)
-    return Broadcast(signature, data, _engine(signature.kind).group(options.process_set).ranks)
+    members = _engine(Kind.BROADCAST).group(options.process_set).ranks
+    fault = root_fault(root_rank, members)
+    signature = _signature(Kind.BROADCAST, data, options, root_rank=-1 if fault else int(root_rank))
+    return Broadcast(signature, data, members, fault)
 
 
 def allgather(data: Array, options: Options) -> Operation:
@@ -128,8 +131,10 @@ def barrier(process_set: int = 0) -> None:
 
 def join() -> int:
     """See `hvdp.join`."""
-    rank = _engine(Kind.JOIN).run(Join())
+    engine = _engine(Kind.JOIN)
+    rank = engine.run(Join())
     assert isinstance(rank, int)
+    engine.rename()
     runtime.joins += 1
     return rank
 
@@ -163,7 +168,7 @@ def _engine(kind: Kind) -> Engine:
 def _signature(kind: Kind, data: Array, options: Options, **fields: Any) -> Signature:
     engine = _engine(kind)
     engine.group(options.process_set)
-    name, once = f"{kind.value}.{options.name}", options.once
+    name, once = str(options.name), options.once
     if options.name is None:
         name, once = engine.unnamed(kind.value, options.process_set), True
     fields = {"shape": data.shape} | fields

@@ -10,7 +10,7 @@ from hvdp._core.arrays import Array
 from hvdp._core.operation import Operation
 from hvdp._core.ops import Kind
 from hvdp._core.submit import Options
-from hvdp.errors import InvalidArgumentError
+from hvdp.errors import HvdpError, InvalidArgumentError
 from hvdp.process_sets import ProcessSet
 
 __all__ = ["Build", "Map", "OnTensors", "T", "Tensors", "gradient_name"]
@@ -92,8 +92,13 @@ class OnTensors(Generic[T]):
         """What `build` returns; where it finds an argument wrong, an operation that tells everybody."""
         try:
             return build(tensor, options)
-        except InvalidArgumentError as fault:
-            return submit.faulty(kind, options, str(fault))
+        except InvalidArgumentError as error:
+            fault = str(error)
+        except HvdpError:
+            raise
+        except Exception as error:  # noqa: BLE001 - NumPy's and the frameworks' word on rubbish
+            fault = f"{type(error).__name__}: {error}"
+        return submit.faulty(kind, options, fault)
 
 
 def gradient_name(name: str | None) -> str | None:

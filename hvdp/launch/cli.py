@@ -98,8 +98,8 @@ def _run(options: Options, console: Console, env: Mapping[str, str]) -> int:
             status = supervised.run(output)
         finally:
             reap_orphans()
-    if status != 0:
-        remove_segments(began)
+    # Also after success: ranks that caught a peer's failure end well without finalising MPI.
+    remove_segments(began)
     return status
 
 

@@ -6,8 +6,8 @@ import re
 
 __all__ = ["PATIENCE", "LastWords"]
 
-PATIENCE = 1.0
-"""Seconds without the process's end after which a traceback counts as handled."""
+PATIENCE = 2.0
+"""Seconds without the process's end after which a traceback counts as handled: torch takes one to end."""
 
 _MOST = 1 << 20
 _STARTS = (

@@ -33,7 +33,7 @@ class TorchGradients:
         sparse_as_dense: bool,
     ) -> None:
         self.parameters = parameters
-        self._names = names
+        self.names = names
         self._compression = compression
         self._plain = isinstance(compression, NoCompressor)
         self._sparse_as_dense = sparse_as_dense
@@ -46,7 +46,7 @@ class TorchGradients:
 
     def specs(self) -> list[ParameterSpec]:
         """What travels, as the ranks compare it."""
-        return [self._spec(name, p) for name, p in zip(self._names, self.parameters, strict=True)]
+        return [self._spec(name, p) for name, p in zip(self.names, self.parameters, strict=True)]
 
     def _spec(self, name: str, parameter: torch.Tensor) -> ParameterSpec:
         sent = parameter

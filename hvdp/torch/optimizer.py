@@ -24,6 +24,7 @@ from hvdp.scaling import LrScaling
 from hvdp.torch.adasum import DeltaAdasum
 from hvdp.torch.consistency import DriftWatch
 from hvdp.torch.gradients import TorchGradients
+from hvdp.torch.passes import PassWatch
 from hvdp.torch.rates import rate_scaler
 
 __all__ = ["DistributedOptimizer"]
@@ -106,25 +107,6 @@ def DistributedOptimizer(
     return optimizer
 
 
-class _PassWatch:
-    """Tells the reducer of ready gradients and of the end of each backward pass."""
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        self._reducer = reducer
-        self._pass = -1
-
-    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def ready(parameter: torch.Tensor) -> None:
-            # By its id, not by a flag: a backward that raised never reports its end.
-            current = torch._C._current_graph_task_id()
-            if current != self._pass:
-                self._pass = current
-                torch.autograd.Variable._execution_engine.queue_callback(self._reducer.end_pass)
-            self._reducer.ready(index)
-
-        return ready
-
-
 class _Distributed(torch.optim.Optimizer):
     """What DistributedOptimizer adds to the optimizer's own class."""
 
@@ -145,7 +127,7 @@ class _Distributed(torch.optim.Optimizer):
         self._store = store
         hooks = []
         if self._delta is None:
-            watch = _PassWatch(self._reducer)
+            watch = PassWatch(self._reducer)
             hooks = [_hook(parameter, watch.hook(i)) for i, parameter in enumerate(store.parameters)]
         # The parameters outlive the optimizer: without it nothing must be reduced any more.
         self._detach = weakref.finalize(self, _remove, hooks)
@@ -190,6 +172,7 @@ class _Distributed(torch.optim.Optimizer):
         if hasattr(self, "_reducer"):
             self._detach()
             parameters, names, fault = _named(self, None)
+            names[: len(self._store.names)] = self._store.names
             store = self._store.of(parameters, names)
             self._reducer.replace(store, store.specs(), fault)
             self._watch(store)

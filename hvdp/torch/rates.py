@@ -37,6 +37,12 @@ def rate_scaler(
                     if key in group:
                         group[key] = group[key] * change
         new = [float(group["lr"]) for group in optimizer.param_groups]
+        if new != old and announce and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            _log.warning(
+                "a learning-rate scheduler was made before DistributedOptimizer(..., lr_scaling=%r): one "
+                "that keeps its own base rates, as LambdaLR does, will undo the scaling; make it afterwards",
+                rule,
+            )
         if new != old and announce:
             _log.info(
                 "learning rate %s -> %s: %s scaling for an effective batch of %g times one rank's",

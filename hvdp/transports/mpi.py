@@ -3,7 +3,8 @@
 Only non-blocking MPI calls are made, so that a dead peer never holds this process: between
 looks at the request the engine hears from the control plane. Floating-point and plain
 integer reductions are MPI's own; what MPI has no type or exact rule for (16-bit floats,
-bools, integer averages) is exchanged as bytes by shards and reduced by the common kernels.
+bools, integer averages, Min and Max of floats) is exchanged as bytes by shards and reduced by
+the common kernels.
 """
 
 from __future__ import annotations
@@ -124,9 +125,12 @@ class MpiTransport(Transport):
             raise
 
     def _is_native(self, data: Array, reduction: Reduction) -> bool:
-        """Whether MPI has the type, and exact integers need nothing that MPI does not do."""
-        plain = reduction.op is not Average and reduction.prescale == reduction.postscale == 1.0
-        return data.dtype not in _NOT_MPI_TYPES and (plain or data.dtype.kind not in "iu")
+        """Whether MPI has the type, and does to it all that is asked; its Min and Max lose a NaN."""
+        if data.dtype in _NOT_MPI_TYPES:
+            return False
+        if data.dtype.kind in "iu":
+            return reduction.op is not Average and reduction.prescale == reduction.postscale == 1.0
+        return reduction.op not in (Min, Max)
 
     def _scaled(self, group: Group, data: Array, reduction: Reduction) -> Array:
         """In place. Divided before the sum, an average cannot overflow inside MPI."""

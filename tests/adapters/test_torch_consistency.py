@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import pytest
@@ -128,6 +129,7 @@ def at_the_first_step() -> None:
 def every_few_steps() -> None:
     rank, size, _ = _start()
     model = _model()
+    os.environ["HVDP_CHECK_EVERY"] = "2"
     optimizer = _adam(model)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     for _ in range(4):
@@ -150,14 +152,12 @@ def every_few_steps() -> None:
         _step(model, optimizer)
 
 
+def _run_all() -> None:
+    on_request()
+    at_the_first_step()
+    every_few_steps()
+
+
 @pytest.mark.parametrize("world", worlds(shm=(2, 3)), ids=str)
 def test_drift(world: World) -> None:
-    def run() -> None:
-        on_request()
-        at_the_first_step()
-
-    world.run(run)
-
-
-def test_every_second_step() -> None:
-    World("shm", 2).run(every_few_steps, env={"HVDP_CHECK_EVERY": "2"})
+    world.run(_run_all)

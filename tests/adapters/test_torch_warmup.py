@@ -118,9 +118,8 @@ STEPS_OF_ONE_RANK = 12
 
 
 def by_epochs(saved: Any = None) -> tuple[list[float], Any]:
-    """At each third of four epochs, the place on the ramp; and a checkpoint after two epochs."""
+    """The place on the ramp at each third of four epochs; and a checkpoint after two epochs."""
     warnings.simplefilter("error")
-    torch.set_num_threads(1)
     hvd.init()
     steps = STEPS_OF_ONE_RANK // hvd.size()
     optimizer = _optimizer(1.0)
@@ -143,15 +142,19 @@ def by_epochs(saved: Any = None) -> tuple[list[float], Any]:
     return places, saved
 
 
+def both_ways(saved: Any) -> Any:
+    return *by_epochs(), by_epochs(saved)[0]
+
+
 def test_the_place_does_not_depend_on_the_number_of_ranks() -> None:
-    checkpoint = None
+    thirds = [n / 3 for n in range(12)]
+    checkpoint = by_epochs()[1]
+    hvd.shutdown()
+    was = 1
     for size in (2, 4):
-        (places, saved), *_ = run_ranks(by_epochs, size)
-        thirds = [n / 3 for n in range(12)]
+        (places, saved, later), *_ = run_ranks(both_ways, size, checkpoint)
         assert places == pytest.approx([1 + (size - 1) * min(done / 3, 1) for done in thirds])
-        if checkpoint is not None:
-            # What two ranks had saved goes on in the middle of the ramp of four.
-            (later, _), *_ = run_ranks(by_epochs, size, checkpoint)
-            assert later[0] == pytest.approx(4 * (1 / 2 + (1 - 1 / 2) * 2 / 3))
-            assert later[1:] == pytest.approx(places[7:])
-        checkpoint = saved
+        # What fewer ranks had saved two thirds up the ramp goes on there.
+        assert later[0] == pytest.approx(size / was * (1 + (was - 1) * 2 / 3))
+        assert later[1:] == pytest.approx(places[7:])
+        checkpoint, was = saved, size

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 from hvdp.testing import run_script
 
 SCRIPT = """
-import os, sys
+import os
 import torch
 from torch.utils.data import DataLoader, Dataset
 import hvdp.torch as hvd
@@ -31,17 +29,20 @@ class Data(Dataset):
         return index, os.getpid(), text
 
 
-def main(context):
+def main():
     torch.set_num_threads(1)
     hvd.init()
     data = Data()
     layer = torch.nn.Linear(1, 1)
     hvd.broadcast_parameters(layer.state_dict())
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
-    kept = {"num_workers": 2, "batch_size": 2, "multiprocessing_context": context}
-    loader = DataLoader(data, sampler=hvd.shard(data), **kept)
-    lasting = DataLoader(data, sampler=hvd.shard(data), persistent_workers=True, **kept)
-    for loader in [loader, lasting] if context == "fork" else [lasting]:
+    for context, workers, persistent in (
+        ("fork", 2, False), ("fork", 2, True), ("forkserver", 2, True), ("spawn", 1, True)
+    ):
+        loader = DataLoader(
+            data, batch_size=2, sampler=hvd.shard(data), num_workers=workers,
+            multiprocessing_context=context, persistent_workers=persistent,
+        )
         for epoch in range(3):
             seen = []
             for indices, processes, texts in loader:
@@ -59,17 +60,15 @@ def main(context):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
 """
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_workers(context: str, tmp_path: Path) -> None:
+def test_workers(tmp_path: Path) -> None:
     script = tmp_path / "loads.py"
     script.write_text(SCRIPT)
     done = run_script(
-        [sys.executable, "-m", "hvdp.launch", "-np", "2", sys.executable, "-W", "error", script, context],
-        timeout=90,
+        [sys.executable, "-m", "hvdp.launch", "-np", "2", sys.executable, "-W", "error", script], timeout=100
     )
     assert done.status == 0, done.stdout + done.stderr
     assert "rank 0 done" in done.stdout

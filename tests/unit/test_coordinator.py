@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -36,7 +35,7 @@ def test_the_last_rank_completes_a_name_whatever_the_order(order: tuple[int, ...
 @given(st.integers(1, 4), st.integers(1, 6), st.randoms())
 def test_every_name_is_decided_once_and_in_the_order_of_completion(size: int, names: int, random) -> None:
     coordinator = Coordinator(size, 100)
-    todo = [(rank, replace(SUM, name=str(name))) for rank in range(size) for name in range(names)]
+    todo = [(rank, SUM._replace(name=str(name))) for rank in range(size) for name in range(names)]
     random.shuffle(todo)
     counts: dict[str, int] = {}
     for rank, signature in todo:
@@ -52,7 +51,7 @@ def test_a_signature_keeps_its_number() -> None:
     seen = [_submit(coordinator, dict.fromkeys((0, 1), SUM)) for _ in range(3)]
     assert [(v.number, v.new) for v in seen] == [(0, True), (0, False), (0, False)]
     assert coordinator.signature(0) == SUM
-    other = replace(SUM, shape=(4,))
+    other = SUM._replace(shape=(4,))
     assert _submit(coordinator, {1: other, 0: other}).number == 1
 
 
@@ -60,12 +59,12 @@ def test_beyond_the_capacity_there_are_no_numbers_but_all_still_works() -> None:
     coordinator = Coordinator(2, 1)
     for turn in range(2):
         for name, number in (("a", 0), ("b", -1), ("c", -1)):
-            verdict = _submit(coordinator, dict.fromkeys((1, 0), replace(SUM, name=name)))
+            verdict = _submit(coordinator, dict.fromkeys((1, 0), SUM._replace(name=name)))
             assert (verdict.number, verdict.new, verdict.error) == (number, number == 0 and not turn, "")
 
 
 def test_made_up_names_take_no_number() -> None:
-    verdict = _submit(Coordinator(2, 10), dict.fromkeys((0, 1), replace(SUM, once=True)))
+    verdict = _submit(Coordinator(2, 10), dict.fromkeys((0, 1), SUM._replace(once=True)))
     assert (verdict.number, verdict.new) == (-1, False)
 
 
@@ -95,7 +94,7 @@ def test_extras_come_in_the_order_of_the_ranks() -> None:
 )
 def test_a_mismatch_tells_every_ranks_value(change: dict[str, object], words: str) -> None:
     coordinator = Coordinator(3, 10)
-    verdict = _submit(coordinator, {1: replace(SUM, **change), 2: SUM, 0: SUM})
+    verdict = _submit(coordinator, {1: SUM._replace(**change), 2: SUM, 0: SUM})
     assert f"the ranks disagree about allreduce 'a': {words}. " in verdict.error
     assert verdict.members == (0, 1, 2)
     assert not verdict.invalid
@@ -104,9 +103,9 @@ def test_a_mismatch_tells_every_ranks_value(change: dict[str, object], words: st
 
 
 def test_three_values_and_many_ranks_are_told() -> None:
-    error = _submit(Coordinator(3, 1), {r: replace(SUM, shape=(r,)) for r in range(3)}).error
+    error = _submit(Coordinator(3, 1), {r: SUM._replace(shape=(r,)) for r in range(3)}).error
     assert "shape is (0,) on rank 0, (1,) on rank 1, (2,) on rank 2" in error
-    error = _submit(Coordinator(20, 1), {r: replace(SUM, shape=(r == 19,)) for r in range(20)}).error
+    error = _submit(Coordinator(20, 1), {r: SUM._replace(shape=(r == 19,)) for r in range(20)}).error
     assert "on ranks 0, 1, 2, 3, 4, 5, 6, 7, ..." in error
     assert "on rank 19" in error
 
@@ -114,7 +113,7 @@ def test_three_values_and_many_ranks_are_told() -> None:
 def test_one_ranks_fault_is_told_to_all() -> None:
     coordinator = Coordinator(3, 10)
     assert coordinator.submit(2, Submission(SUM, error="no such root")) == []
-    assert coordinator.submit(0, Submission(replace(SUM, shape=(9,)))) == []
+    assert coordinator.submit(0, Submission(SUM._replace(shape=(9,)))) == []
     (verdict,) = coordinator.submit(1, Submission(SUM))
     assert verdict.invalid
     assert verdict.error == "rank 2: no such root"
@@ -123,7 +122,7 @@ def test_one_ranks_fault_is_told_to_all() -> None:
 
 def test_a_rank_that_leaves_fails_what_waits_for_it_and_what_comes_later() -> None:
     coordinator = Coordinator(3, 10)
-    other = replace(SUM, name="b")
+    other = SUM._replace(name="b")
     assert coordinator.submit(0, Submission(SUM)) == []
     assert coordinator.submit(1, Submission(SUM)) == []
     assert coordinator.submit(2, Submission(other)) == []
@@ -141,10 +140,10 @@ def test_process_sets_have_members_and_an_order_of_their_own() -> None:
     add = Signature(Kind.ADD_PROCESS_SET, "set", shape=(1, 3), once=True)
     number = _submit(coordinator, dict.fromkeys(range(4), add)).extras[0][0]
     assert number == 1
-    within = replace(SUM, process_set=number)
+    within = SUM._replace(process_set=number)
     assert _submit(coordinator, {3: within, 1: within}).members == (1, 3)
     assert coordinator.submit(1, Submission(within)) == []
-    assert coordinator.submit(0, Submission(replace(SUM, name="b"))) == []
+    assert coordinator.submit(0, Submission(SUM._replace(name="b"))) == []
     verdicts = coordinator.leave(0, "exited")
     assert [v.signature.name for v in verdicts] == ["b"], "the set without rank 0 goes on"
     (verdict,) = coordinator.submit(3, Submission(within))
@@ -156,7 +155,7 @@ def test_stalls_name_who_is_missing() -> None:
     coordinator = Coordinator(3, 10, clock=lambda: now[0])
     coordinator.submit(1, Submission(SUM))
     now[0] = 10.0
-    coordinator.submit(2, Submission(replace(SUM, name="b")))
+    coordinator.submit(2, Submission(SUM._replace(name="b")))
     now[0] = 12.0
     (stall,) = coordinator.stalls(5.0)
     assert (stall.signature, stall.present, stall.missing, stall.seconds) == (SUM, (1,), (0, 2), 12.0)

@@ -58,7 +58,10 @@ def checked_splits(splits: Any, rows: int, members: int) -> tuple[tuple[int, ...
                 f"without splits the rows must divide by {members} ranks. Received: {rows} rows",
             )
         return (rows // members,) * members, ""
-    array = np.asarray(splits)
+    try:
+        array = np.asarray(splits)
+    except ValueError:
+        return nothing, f"splits must be a list of integers. Received: {splits!r}"
     if array.dtype.kind not in "iu" and array.size:
         return nothing, f"splits must be integers. Received: {array.dtype}"
     counts = tuple(int(count) for count in array.reshape(-1))

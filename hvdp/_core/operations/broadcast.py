@@ -21,9 +21,9 @@ class Broadcast(Operation):
 
     kind = Kind.BROADCAST
 
-    def __init__(self, signature: Signature, data: Array, members: tuple[int, ...]) -> None:
+    def __init__(self, signature: Signature, data: Array, members: tuple[int, ...], fault: str = "") -> None:
         self.data = data
-        error = dtype_fault(data.dtype) or root_fault(signature.root_rank, members)
+        error = dtype_fault(data.dtype) or fault or root_fault(signature.root_rank, members)
         super().__init__(signature, error=error)
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import numpy as np
+
 from hvdp._core.arrays import dtype_named
 from hvdp._core.operation import Operation, Terms
 from hvdp._core.ops import Kind, ReduceOp, Reduction, Signature
@@ -61,12 +63,13 @@ class ReduceBucket(Operation):
 
     @classmethod
     def stand_in(cls, signature: Signature, executor: Any) -> ReduceBucket:
-        buffer = executor.buffers[signature.name]
-        buffer.data[...] = 0
-        return cls(signature, buffer)
+        return _ZeroedBucket(signature, executor)
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> None:
         (count,) = self.signature.shape
+        if terms.absent:
+            # A rank that has joined cleared its memory only when it heard of this operation.
+            transport.barrier(group)
         reduction = Reduction(
             ReduceOp[self.signature.op],
             group.size - len(terms.absent),
@@ -75,6 +78,19 @@ class ReduceBucket(Operation):
             _shares(terms.extras) if terms.extras[0] else None,
         )
         transport.reduce_buffer(group, self._buffer, dtype_named(self.signature.dtype), count, reduction)
+
+
+class _ZeroedBucket(ReduceBucket):
+    """Looks its buffer up when it runs: the allocation may be agreed on and not yet done before."""
+
+    def __init__(self, signature: Signature, executor: Any) -> None:
+        super().__init__(signature, Buffer(np.empty(0, np.uint8)))
+        self._executor = executor
+
+    def execute(self, transport: Transport, group: Group, terms: Terms) -> None:
+        self._buffer = self._executor.buffers[self.signature.name]
+        self._buffer.data[...] = 0
+        super().execute(transport, group, terms)
 
 
 def _as_integers(weight: float) -> tuple[int, ...]:

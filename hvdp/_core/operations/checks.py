@@ -34,6 +34,6 @@ def reduction_fault(dtype: str, op: ReduceOp) -> str:
 
 def root_fault(root_rank: Any, members: tuple[int, ...]) -> str:
     """A root that is no member."""
-    if isinstance(root_rank, int) and root_rank in members:
+    if isinstance(root_rank, int | np.integer) and root_rank in members:
         return ""
     return f"root_rank must be one of the ranks {list(members)}. Received: {root_rank!r}"

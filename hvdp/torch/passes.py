@@ -1,0 +1,51 @@
+"""When gradients are ready, and when a backward pass has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvdp.optimizer import GradientReducer
+
+__all__ = ["PassWatch"]
+
+
+class PassWatch:
+    """Tells the reducer of ready gradients and of the end of each backward pass."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
+        self._watched: set[int] = set()
+
+    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def ready(parameter: torch.Tensor) -> None:
+            self._watch()
+            self._reducer.ready(index)
+
+        return ready
+
+    def _watch(self) -> None:
+        """Be told when the backward that now runs has ended."""
+        # By its id, not by a flag: a backward that raised never reports its end.
+        current = torch._C._current_graph_task_id()
+        if current not in self._watched:
+            self._watched.add(current)
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
+    def _ended(self) -> None:
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            self._watched.clear()
+            self._reducer.end_pass()
+            return
+        # A backward within another one's node, as a reentrant checkpoint runs it: the pass ends with
+        # the outer one, which can be watched from the node that it comes to next.
+        following = next(after for after, _ in node.next_functions if after is not None)
+
+        def reached(gradients: Any) -> None:
+            handle.remove()
+            self._watch()
+
+        handle = following.register_prehook(reached)

@@ -1,0 +1,43 @@
+"""Uneven data: ranks that join early, even before their first batch, and come back afterwards."""
+
+from __future__ import annotations
+
+from hvdp.testing import run_ranks
+
+
+def _epochs() -> tuple[list[float], list[str], int]:
+    import torch
+
+    import hvdp.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    for _ in range(rank):
+        hvd.allreduce(torch.ones(2))
+    last = hvd.join()
+    # Calls without a name are counted anew, or the ranks' numbers would differ from now on.
+    assert hvd.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    for epoch in range(3):
+        # In the first epoch rank 0 has nothing, so the others make the buckets without it.
+        for _ in range(rank if epoch == 0 else 2):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 3) * (rank + 1)) ** 2).mean().backward()
+            optimizer.step()
+        hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=size - 1)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    return [p.sum().item() for p in model.parameters()], optimizer._store.names, last
+
+
+def test_a_rank_without_a_batch_in_the_first_window_comes_back() -> None:
+    results = run_ranks(_epochs, 3)
+    assert results[0] == results[1] == results[2]
+    _, names, last = results[0]
+    assert names == ["weight", "bias", "parameter.2"]
+    assert last == 2

@@ -1,0 +1,182 @@
+"""Gradients of the synchronous torch collectives: those of the sum of all ranks' losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hvdp.torch as hvd
+from hvdp.errors import InvalidArgumentError
+from hvdp.testing import World, worlds
+
+ITEMS = torch.arange(6.0).reshape(2, 3) + 1
+
+
+def _gradient(call: Callable[[Any], Any], leaf: torch.Tensor, weight: Any) -> torch.Tensor:
+    """Of the sum of what `call` returns, times this rank's weight, with respect to `leaf`."""
+    leaf = leaf.clone().requires_grad_()
+    result = call(leaf)
+    assert result.requires_grad
+    (result * weight).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.dtype == leaf.dtype
+    return leaf.grad
+
+
+def _is(found: torch.Tensor, wanted: Any) -> None:
+    torch.testing.assert_close(found, torch.as_tensor(wanted, dtype=found.dtype).expand_as(found))
+
+
+def _place() -> tuple[int, int, int]:
+    hvd.init()
+    return hvd.rank(), hvd.size(), hvd.size() * (hvd.size() + 1) // 2
+
+
+def reductions() -> None:
+    rank, size, total = _place()
+    weight = ITEMS * (rank + 1)
+    _is(_gradient(lambda x: hvd.allreduce(x, op=hvd.Sum), ITEMS, weight), ITEMS * total)
+    _is(_gradient(lambda x: hvd.allreduce(x, average=False, name="x"), ITEMS, weight), ITEMS * total)
+    _is(_gradient(hvd.allreduce, ITEMS, weight), ITEMS * total / size)
+    _is(
+        _gradient(
+            lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=3.0, postscale_factor=0.5), ITEMS, weight
+        ),
+        ITEMS * total * 1.5,
+    )
+    for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
+        _is(
+            _gradient(lambda x, c=compression: hvd.allreduce(x, compression=c), ITEMS, weight),
+            ITEMS * total / size,
+        )
+    _is(
+        _gradient(lambda x: sum(hvd.grouped_allreduce([x, x * 2], op=hvd.Sum)), ITEMS, weight),
+        ITEMS * total * 3,
+    )
+    _is(_gradient(lambda x: hvd.allreduce(x.t(), op=hvd.Sum).t(), ITEMS, weight), ITEMS * total)
+    narrow = _gradient(lambda x: hvd.allreduce(x.bfloat16(), op=hvd.Sum).float(), ITEMS, weight)
+    _is(narrow, ITEMS * total)
+
+
+def rows() -> None:
+    rank, size, total = _place()
+    mine = torch.ones(rank + 1, 2)
+    weight = torch.arange(total * 2.0).reshape(total, 2)
+    start = rank * (rank + 1) // 2
+    own = weight[start : start + rank + 1] * total
+    _is(_gradient(hvd.allgather, mine, weight * (rank + 1)), own)
+    _is(_gradient(lambda x: hvd.allgather(x[0, 0]), mine, rank + 1.0)[0, 0], total)
+    _is(
+        _gradient(lambda x: torch.cat(hvd.grouped_allgather([x, x * 3], name="rows")), mine, rank + 1.0),
+        4 * total,
+    )
+    for root in range(size):
+        found = _gradient(lambda x, root=root: hvd.broadcast(x, root), ITEMS, ITEMS * (rank + 1))
+        _is(found, ITEMS * total if rank == root else 0.0)
+    to = torch.arange(size, dtype=torch.float32).repeat_interleave(2).reshape(-1, 1)
+    _is(_gradient(hvd.alltoall, torch.ones(2 * size, 3), rank + 1.0), to + 1)
+    splits = [(rank + other) % 3 for other in range(size)]
+    to = torch.arange(size, dtype=torch.float32).repeat_interleave(torch.tensor(splits)).reshape(-1, 1)
+    found = _gradient(lambda x: hvd.alltoall(x, splits, name="a")[0], torch.ones(sum(splits), 3), rank + 1.0)
+    _is(found, to + 1)
+
+
+def scattered_rows() -> None:
+    rank, size, _ = _place()
+    count = 2 * size + 1  # the first rank gets a row more
+    owner = torch.cat([torch.zeros(1), torch.arange(size).repeat_interleave(2)]).sort().values.reshape(-1, 1)
+    mine = torch.ones(count, 2)
+    _is(_gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum), mine, rank + 1.0), owner + 1)
+    _is(_gradient(hvd.reducescatter, mine, rank + 1.0), (owner + 1) / size)
+    scaled = _gradient(
+        lambda x: hvd.reducescatter(x, prescale_factor=3.0, postscale_factor=2.0), mine, rank + 1.0
+    )
+    _is(scaled, (owner + 1) * 6 / size)
+    grouped = _gradient(lambda x: sum(hvd.grouped_reducescatter([x, x * 4], op=hvd.Sum)), mine, rank + 1.0)
+    _is(grouped, (owner + 1) * 5)
+
+
+def process_sets() -> None:
+    rank, size, _ = _place()
+    some = hvd.add_process_set(range(1, size))
+    if not some.included():
+        return
+    total = size * (size + 1) // 2 - 1
+    weight = ITEMS * (rank + 1)
+    mean = _gradient(lambda x: hvd.allreduce(x, process_set=some), ITEMS, weight)
+    _is(mean, ITEMS * total / (size - 1))
+    _is(_gradient(lambda x: hvd.allgather(x, process_set=some), ITEMS, rank + 1.0), total)
+    sent = _gradient(lambda x: hvd.broadcast(x, size - 1, process_set=some), ITEMS, weight)
+    _is(sent, ITEMS * total if rank == size - 1 else 0.0)
+    back = _gradient(lambda x: hvd.alltoall(x, process_set=some), torch.ones(size - 1, 1), rank + 1.0)
+    _is(back, torch.arange(2.0, size + 1).reshape(-1, 1))
+    apart = _gradient(lambda x: hvd.reducescatter(x, process_set=some), torch.ones(size - 1, 1), rank + 1.0)
+    _is(apart, torch.arange(2.0, size + 1).reshape(-1, 1) / (size - 1))
+
+
+def like_one_process() -> None:
+    """A chain of collectives, and the same mathematics on all ranks' tensors in one process."""
+    rank, size, _ = _place()
+    leaves = [
+        torch.randn(size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(r)).requires_grad_()
+        for r in range(size)
+    ]
+    sums = torch.stack([leaf.tanh() for leaf in leaves]).mean(0)
+    gathered = torch.cat([(leaf * sums).exp()[: r + 1] for r, leaf in enumerate(leaves)])
+    losses = [(gathered * gathered.sum() * (r + 1)).sum() + (sums[r] * leaves[0]).sum() for r in range(size)]
+    (wanted,) = torch.autograd.grad(torch.stack(losses).sum(), [leaves[rank]])
+    mine = leaves[rank].detach().clone().requires_grad_()
+    mean = hvd.allreduce(mine.tanh())
+    rows = hvd.allgather((mine * mean).exp()[: rank + 1])
+    own = hvd.reducescatter(mine.tanh())
+    loss = (rows * rows.sum() * (rank + 1)).sum() + (own * hvd.broadcast(mine, 0)).sum()
+    loss.backward()
+    torch.testing.assert_close(mine.grad, wanted)
+
+
+def without() -> None:
+    """Ops that have no gradient say so in backward, on all ranks; the next call works."""
+    rank, size, _ = _place()
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        leaf = torch.full((2,), rank + 1.0, requires_grad=True)
+        for result in (hvd.allreduce(leaf, op=op), hvd.grouped_allreduce([leaf], op=op)[0]):
+            with pytest.raises(InvalidArgumentError, match=f"op {op.name} has no gradient; detach"):
+                result.sum().backward()
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [size] * 2
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        assert not hvd.allreduce(leaf).requires_grad
+    assert not hvd.allreduce(leaf.detach()).requires_grad
+    assert not hvd.allreduce_async(leaf).wait().requires_grad
+
+
+def sparse() -> None:
+    rank, size, total = _place()
+    indices = torch.tensor([[0, rank + 1, rank + 1], [1, 2, 2]])
+    mine = torch.sparse_coo_tensor(indices, [1.0, 2.0, 3.0], (size + 2, 3)) * (rank + 1)
+    for op, divisor in ((hvd.Sum, 1), (hvd.Average, size)):
+        found = hvd.sparse_allreduce_async(mine, "sparse", op).wait()
+        wanted = torch.zeros(size + 2, 3)
+        wanted[0, 1] = total / divisor
+        wanted[range(1, size + 1), 2] = 5 * torch.arange(1.0, size + 1) / divisor
+        assert found.is_coalesced()
+        _is(found.to_dense(), wanted)
+    some = mine if rank == size - 1 else torch.sparse_coo_tensor(size=(size + 2, 3))
+    found = hvd.synchronize(hvd.sparse_allreduce_async(some, None, hvd.Sum))
+    assert found.to_dense().sum() == 6.0 * size
+
+
+CASES = [reductions, rows, scattered_rows, process_sets, like_one_process, without, sparse]
+
+
+def _run_all() -> None:
+    for case in CASES:
+        case()
+
+
+@pytest.mark.parametrize("world", worlds(shm=(2, 3), mpi=(2,)), ids=str)
+def test_gradients(world: World) -> None:
+    world.run(_run_all, env={"OMP_NUM_THREADS": "1"})
