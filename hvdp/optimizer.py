@@ -179,6 +179,18 @@ class GradientReducer:
         if not bucket.waiting and bucket.handle is None:
             self._launch(bucket)
 
+    def prepare(self) -> list[tuple[int, ...]]:
+        """Plan the buckets now, instead of after the first window; collective the first time.
+
+        For adapters that know all gradients before the first of them is ready.
+
+        Returns:
+            The parameters in each bucket; those with sparse gradients are in none.
+        """
+        if self._buckets is None:
+            self._buckets = self._make_buckets()
+        return [tuple(slot.parameter for slot in bucket.plan.slots) for bucket in self._buckets]
+
     def end_pass(self) -> None:
         """A backward pass has ended; the last one of a window returns with reduced gradients."""
         self._passes += 1

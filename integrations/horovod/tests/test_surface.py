@@ -24,22 +24,23 @@ SURFACE: dict[str, dict[str, dict[str, Any]]] = json.loads(
 MODULES_NOT_YET = {
     "horovod.common.elastic",
     "horovod.data.data_loader_base",
-    "horovod.keras",
-    "horovod.keras.callbacks",
     "horovod.keras.elastic",
-    "horovod.tensorflow",
     "horovod.tensorflow.elastic",
-    "horovod.tensorflow.keras",
     "horovod.torch.elastic",
 }
 NAMES_NOT_YET = {
     "horovod.common.exceptions": set[str](),
     "horovod.common.process_sets": set[str](),
+    "horovod.keras": {"elastic"},
+    "horovod.keras.callbacks": set[str](),
+    "horovod.tensorflow": {"elastic"},
+    "horovod.tensorflow.keras": {"elastic"},
     "horovod.torch": {"elastic"},
 }
 PARAMETERS_NOT_YET: dict[str, list[str]] = {}
 # Required in Horovod; scripts that give them run as before.
 OPTIONAL_HERE = {
+    "horovod.tensorflow.broadcast_object": {"obj"},
     "horovod.torch.broadcast_object": {"obj"},
     "horovod.torch.broadcast_optimizer_state": {"root_rank"},
     "horovod.torch.broadcast_parameters": {"root_rank"},
@@ -52,7 +53,11 @@ OTHERS_NOT_YET = {
     "horovod.torch.optimizer": {"_DistributedOptimizer"},
 }
 
-HERE = sorted(SURFACE.keys() - MODULES_NOT_YET)
+FRAMEWORKS = ("keras", "tensorflow", "torch")
+MISSING = tuple(f"horovod.{name}" for name in FRAMEWORKS if find_spec(name) is None)
+PRESENT = {module for module in SURFACE if not module.startswith(MISSING)} if MISSING else set(SURFACE)
+
+HERE = sorted(PRESENT - MODULES_NOT_YET)
 CALLS = [
     f"{module}.{name}"
     for module in HERE
@@ -76,8 +81,8 @@ def exists(module: str) -> bool:
 
 
 def test_the_modules_that_are_missing_are_those_on_the_list() -> None:
-    assert {module for module in SURFACE if not exists(module)} == MODULES_NOT_YET
-    assert NAMES_NOT_YET.keys() == set(HERE)
+    assert {module for module in PRESENT if not exists(module)} == MODULES_NOT_YET & PRESENT
+    assert NAMES_NOT_YET.keys() & PRESENT == set(HERE)
 
 
 @pytest.mark.parametrize("module", HERE)
@@ -96,11 +101,11 @@ def test_calls_are_of_the_same_kind(path: str) -> None:
     _, value, fact = found(path)
     assert callable(value)
     assert inspect.isclass(value) == (fact["kind"] == "class")
-    known = {"RuntimeError": RuntimeError, "ImportError": ImportError, "object": object}
     for base in fact.get("bases", []):
+        if base.startswith("_impl."):
+            continue  # Horovod's own, which its two Keras modules share
         # A framework's class, which need not be importable from here, by its name.
-        names = {ancestor.__name__ for ancestor in value.__mro__}
-        assert issubclass(value, known[base]) if base in known else base in names
+        assert base.rpartition(".")[2] in {ancestor.__name__ for ancestor in value.__mro__}
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -121,7 +126,8 @@ def compare(path: str, value: Any, parameters: list[list[str | None]], module: M
     assert list(ours)[: len(shared)] == shared, f"{path}: Horovod's parameters come first, in its order"
     for name in shared:
         assert ours[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD, f"{path}: {name}"
-    for name in list(ours)[len(shared) :]:
+    takes_anything = any(name and name.startswith("*") for name, _ in parameters)
+    for name in list(ours)[len(shared) :] if not takes_anything else ():
         assert ours[name].default is not inspect.Parameter.empty, f"{path}: {name} is new and needs a default"
     required = {name for name, default in theirs.items() if default is None}
     optional = {name for name in required & ours.keys() if ours[name].default is not inspect.Parameter.empty}

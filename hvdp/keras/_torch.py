@@ -1,0 +1,69 @@
+"""Keras's PyTorch backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdp._core.arrays import Array
+from hvdp.gradients import ArrayReducer, Rows
+from hvdp.torch._arrays import as_array, as_tensor
+
+__all__ = ["call", "densified", "is_sparse", "reduce", "when"]
+
+
+def is_sparse(gradient: Any) -> bool:
+    """Whether it is zero but for some rows."""
+    return bool(gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1)
+
+
+def densified(gradient: Any) -> Any:
+    """A dense tensor of it."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] | None, bool]:
+    """The reduced gradients after a window's last pass: views, for the step under way only."""
+    rows = {i for i, gradient in enumerate(gradients) if gradient is not None and is_sparse(gradient)}
+    reducer.prepare({i for i, gradient in enumerate(gradients) if gradient is not None}, rows)
+    given: dict[int, Any] = {}
+    for index in reversed(range(len(gradients))):
+        gradient = gradients[index]
+        if gradient is None:
+            continue
+        if index in rows:
+            entries = gradient.detach().coalesce().cpu()
+            given[index] = Rows(as_array(entries.indices()[0]), as_array(entries.values()))
+        else:
+            given[index] = as_array(gradient.detach().cpu().contiguous())
+    reducer.give(given)
+    results = reducer.finish()
+    if results is None:
+        return None, False
+    found: list[Any] = [None] * len(gradients)
+    for index, result in results.items():
+        if isinstance(result, Rows):
+            indices, values = as_tensor(result.indices)[None], as_tensor(result.values)
+            shape = reducer.specs[index].shape
+            tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+        else:
+            tensor = as_tensor(result)
+        like = gradients[index]
+        found[index] = tensor if like is None else tensor.to(like.device)
+    return found, True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def call(function: Callable[[list[Array]], list[Array]], tensors: Sequence[Any]) -> list[Any]:
+    """`function` on copies of the tensors' values; alike in shapes and dtypes."""
+    arrays = function([as_array(tensor.detach().cpu().contiguous().clone()) for tensor in tensors])
+    return [as_tensor(array).to(tensor.device) for array, tensor in zip(arrays, tensors, strict=True)]
+
+
+def when(flag: bool, step: Callable[[], None], variables: Sequence[Any]) -> None:
+    """Make the step if the flag is true."""
+    if flag:
+        step()

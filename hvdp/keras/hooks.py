@@ -1,0 +1,148 @@
+"""Where Keras offers no hook: three of its methods, wrapped once, that act on our optimizers alone.
+
+- `LossScaleOptimizer.apply` and `.stateless_apply` look for infinite gradients and may skip the
+  step, each rank for itself. Around one of ours (as `compile` does it for "mixed_float16"),
+  gradients have to be reduced before they look, so that all ranks skip or none does.
+- `Model.make_train_function` keeps a program that it traced before the optimizer became ours,
+  and compiles with XLA, which cannot call back. It is also where a training step that never
+  reduces anything can be seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from hvdp._core.ops import Adasum
+from hvdp.errors import HvdpError
+from hvdp.keras.link import Link
+
+__all__ = ["attach", "install", "link_of", "stateless_step"]
+
+_log = logging.getLogger("hvdp")
+
+
+def attach(optimizer: Any, link: Link) -> None:
+    """Make an optimizer ours."""
+    # Past Keras's own __setattr__, which would track what it finds.
+    optimizer.__dict__["_hvdp"] = link
+
+
+def link_of(optimizer: Any) -> Link | None:
+    """Of a DistributedOptimizer, or of one that it wraps."""
+    while optimizer is not None:
+        link = getattr(optimizer, "__dict__", {}).get("_hvdp")
+        if isinstance(link, Link):
+            return link
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return None
+
+
+def stateless_step(
+    link: Link,
+    optimizer: Any,
+    optimizer_variables: Sequence[Any],
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    apply: Callable[..., Any],
+) -> Any:
+    """Reduce and apply, where all state is handed in and out (JAX)."""
+    with link.entered():
+        if link.policy.op is Adasum:
+            link.in_place = True
+            changed, state = apply(optimizer_variables, gradients, variables)
+            return link.combined(variables, changed), state
+        results, done = link.reduced(optimizer, gradients, optimizer._trainable_variables)
+        if done is False:
+            return variables, optimizer_variables
+        changed, state = apply(optimizer_variables, results, variables)
+        if done is True:
+            return changed, state
+        return _select(done, changed, variables), _select(done, state, optimizer_variables)
+
+
+def _select(flag: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    return [ops.where(flag, n, o) for n, o in zip(new, old, strict=True)]
+
+
+def install() -> None:
+    """Wrap the methods, unless they are."""
+    if hasattr(keras.Model.make_train_function, "__hvdp__"):
+        return
+    loss_scale = keras.optimizers.LossScaleOptimizer
+    plain_apply, plain_stateless = loss_scale.apply, loss_scale.stateless_apply
+    plain_make = keras.Model.make_train_function
+
+    @functools.wraps(plain_apply)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        link = link_of(self)
+        if link is None or link.inside:
+            plain_apply(self, grads, trainable_variables)
+        else:
+            link.step(self, grads, trainable_variables, functools.partial(plain_apply, self))
+
+    @functools.wraps(plain_stateless)
+    def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        link = link_of(self)
+        plain = functools.partial(plain_stateless, self)
+        if link is None or link.inside:
+            return plain(optimizer_variables, grads, trainable_variables)
+        return stateless_step(link, self, optimizer_variables, grads, trainable_variables, plain)
+
+    @functools.wraps(plain_make)
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        link = link_of(getattr(self, "optimizer", None))
+        if link is None:
+            return plain_make(self, force)
+        if keras.backend.backend() == "tensorflow" and self.jit_compile:
+            _log.info(
+                "training without XLA (jit_compile=False): it cannot exchange gradients with other ranks"
+            )
+            self.jit_compile = False
+            force = True
+        if force or getattr(self.train_function, "__hvdp__", None) is not link:
+            plain_make(self, True)
+            self.train_function = _checked(self, self.train_function, link)
+        return self.train_function
+
+    make_train_function.__hvdp__ = True  # type: ignore[attr-defined]
+    loss_scale.apply, loss_scale.stateless_apply = apply, stateless_apply
+    keras.Model.make_train_function = make_train_function
+
+
+def _checked(model: Any, train: Callable[..., Any], link: Link) -> Callable[..., Any]:
+    """`train`, which raises if it moves weights and has not reduced any gradient."""
+
+    jax = keras.backend.backend() == "jax"
+
+    @functools.wraps(train)
+    def run(*args: Any) -> Any:
+        if link.in_place:
+            return train(*args)
+        before = [np.array(value) for value in _weights(model, args[0])]
+        result = train(*args)
+        after = _weights(model, result[-1] if jax else None) if not link.in_place else []
+        moved = any(not np.array_equal(old, np.array(new)) for old, new in zip(before, after, strict=False))
+        if moved:
+            raise HvdpError(
+                "the first training step changed weights without a word to the other ranks: "
+                "train_step() has to hand its gradients to the DistributedOptimizer's apply() or "
+                f"apply_gradients(). Received: a step of {type(model).__name__} that does not."
+            )
+        return result
+
+    run.__hvdp__ = link  # type: ignore[attr-defined]
+    return run
+
+
+def _weights(model: Any, state: Any) -> list[Any]:
+    """The trainable weights; on JAX they come first in the state that the step takes and returns."""
+    if keras.backend.backend() == "jax":
+        return list(state[0])
+    return [keras.ops.convert_to_numpy(variable) for variable in model.trainable_variables]

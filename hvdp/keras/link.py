@@ -1,0 +1,189 @@
+"""What hvdp knows about one Keras optimizer, and its step on the gradients of all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import keras
+from keras import ops
+
+from hvdp._core import submit
+from hvdp._core.arrays import Array, dtype_named
+from hvdp._core.buckets import ParameterSpec
+from hvdp._core.compression import Compressor, NoCompressor
+from hvdp._core.ops import Adasum
+from hvdp._core.runtime import runtime
+from hvdp._core.submit import Options
+from hvdp.gradients import ArrayReducer
+from hvdp.keras._backend import backend
+from hvdp.optimizer import Policy
+from hvdp.process_sets import ProcessSet
+
+__all__ = ["Link", "key_of"]
+
+Apply = Callable[[list[Any], Any], None]
+
+
+def key_of(variable: Any) -> int:
+    """Keras wraps TensorFlow's variables; both mean the same one."""
+    if isinstance(variable, keras.Variable) and keras.backend.backend() == "tensorflow":
+        variable = variable.value
+    return id(variable)
+
+
+@dataclass
+class Link:
+    """Between an optimizer and the other ranks.
+
+    Attributes:
+        groups: variables whose gradients are reduced together.
+        local: keys of variables whose gradients stay this rank's own, divided by the number
+            of ranks if `scale_local`.
+        mean_of_passes: divide gradients by the number of accumulated passes.
+        in_place: whether a reduction has been made or is part of the traced program.
+    """
+
+    policy: Policy
+    process_set: ProcessSet
+    compression: Compressor
+    sparse_as_dense: bool = False
+    groups: Sequence[Sequence[Any]] = ()
+    local: set[int] = field(default_factory=set)
+    scale_local: bool = True
+    mean_of_passes: bool = False
+    in_place: bool = False
+    inside: bool = False
+    weight: float = 1.0
+    reducer: ArrayReducer | None = None
+    _serial: int = -1
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, calls that one optimizer makes of another are not ours to reduce."""
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def step(self, optimizer: Any, gradients: Sequence[Any], variables: Any, apply: Apply) -> None:
+        """Reduce and apply."""
+        gradients = list(gradients)
+        if not gradients:
+            return
+        known = None if variables is None else list(variables)
+        if not optimizer.built and known is not None:
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(known)
+            optimizer.built = True
+        used = known or list(optimizer._trainable_variables)
+        with self.entered():
+            if self.policy.op is Adasum:
+                self.in_place = True
+                starts = [ops.copy(variable) for variable in used]
+                apply(gradients, known)
+                for variable, end in zip(used, self.combined(starts, used), strict=True):
+                    variable.assign(end)
+                return
+            results, done = self.reduced(optimizer, gradients, used)
+            changing = [*used, *optimizer.variables] if not isinstance(done, bool) else []
+            backend().when(done, lambda: apply(results or [], known), changing)
+
+    def reduced(
+        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> tuple[list[Any] | None, Any]:
+        """The gradients of all ranks, and whether they are: after a window's last pass."""
+        self.in_place = True
+        results = list(gradients)
+        size = self.process_set.size()
+        shared = [i for i, variable in enumerate(variables) if self._is_shared(variable)]
+        if self.scale_local and size > 1:
+            for index in set(range(len(variables))) - set(shared):
+                if key_of(variables[index]) in self.local and results[index] is not None:
+                    results[index] = results[index] / size
+        if size == 1 and self.policy.passes_per_step == 1:
+            return results, True
+        everything = [variable for variable in optimizer._trainable_variables if self._is_shared(variable)]
+        place_of = {key_of(variable): place for place, variable in enumerate(everything)}
+        if self.reducer is None:
+            self.reducer = self._made(everything, place_of)
+        sent: list[Any] = [None] * len(everything)
+        contexts: dict[int, Any] = {}
+        for index in shared:
+            if results[index] is not None:
+                place = place_of[key_of(variables[index])]
+                sent[place], contexts[place] = self._to_send(results[index], variables[index])
+        found, done = backend().reduce(self.reducer, sent)
+        if found is None:
+            return None, done
+        for index in shared:
+            place = place_of[key_of(variables[index])]
+            results[index] = self._received(found[place], contexts.get(place), variables[index])
+        return results, done
+
+    def combined(self, starts: Sequence[Any], ends: Sequence[Any]) -> list[Any]:
+        """Each start plus the Adasum of the ranks' changes (arXiv:2006.02924, section 4)."""
+        if self.process_set.size() == 1:
+            return list(ends)
+        options = Options(f"{self._name()}.delta", self.process_set.number())
+
+        def adasum(changes: list[Array]) -> list[Array]:
+            operations = [
+                submit.allreduce(change, Adasum, 1.0, 1.0, options.numbered(index))
+                for index, change in enumerate(changes)
+            ]
+            submit.grouped(operations).wait()
+            return changes
+
+        changes = [ops.subtract(end, start) for start, end in zip(starts, ends, strict=True)]
+        totals = backend().call(adasum, changes)
+        return [ops.add(start, total) for start, total in zip(starts, totals, strict=True)]
+
+    def _name(self) -> str:
+        if self._serial < 0:
+            self._serial = runtime.serial(f"keras.adasum/{self.process_set.number()}")
+        return f"keras.adasum.{self._serial}"
+
+    def _is_shared(self, variable: Any) -> bool:
+        # Keras takes some "gradients" for new values, such as the scales of float8.
+        own = getattr(variable, "overwrite_with_gradient", False)
+        return not own and key_of(variable) not in self.local
+
+    def _made(self, variables: Sequence[Any], place_of: dict[int, int]) -> ArrayReducer:
+        groups = tuple(
+            tuple(place_of[key] for key in map(key_of, group) if key in place_of) for group in self.groups
+        )
+        specs = [self._spec(variable) for variable in variables]
+        made = ArrayReducer(specs, replace(self.policy, groups=groups))
+        made.reducer.weight = self.weight
+        return made
+
+    def _spec(self, variable: Any) -> ParameterSpec:
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        if not isinstance(self.compression, NoCompressor):
+            sent, _ = self.compression.compress(ops.zeros((), dtype))
+            dtype = keras.backend.standardize_dtype(sent.dtype)
+        # Keras counts layers up, and a rank may have made others before.
+        name = re.sub(r"_\d+(?=/|$)", "", getattr(variable, "path", variable.name))
+        return ParameterSpec(name, tuple(variable.shape), dtype, dtype_named(dtype).itemsize)
+
+    def _to_send(self, gradient: Any, variable: Any) -> tuple[Any, Any]:
+        if self.sparse_as_dense and backend().is_sparse(gradient):
+            gradient = backend().densified(gradient)
+        if gradient.dtype != variable.dtype:
+            gradient = ops.cast(gradient, variable.dtype)
+        compressed: tuple[Any, Any] = self.compression.compress(gradient)
+        return compressed
+
+    def _received(self, result: Any, context: Any, variable: Any) -> Any:
+        if result is None:
+            return None
+        if not isinstance(self.compression, NoCompressor):
+            result = ops.cast(self.compression.decompress(result, context), variable.dtype)
+        if self.mean_of_passes and self.policy.passes_per_step > 1:
+            result = result / self.policy.passes_per_step
+        return result

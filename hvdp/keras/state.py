@@ -1,0 +1,65 @@
+"""The same variables everywhere: a model's, and its optimizer's, from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import keras
+
+from hvdp._core.agreement import check_same_parameters
+from hvdp._core.buckets import ParameterSpec
+from hvdp._core.objects import broadcast_object
+from hvdp._core.runtime import runtime
+from hvdp._numpy import collectives
+from hvdp.keras.link import key_of
+
+__all__ = ["broadcast_global_variables", "broadcast_variables", "model_variables"]
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
+    """Assign rank `root_rank`'s values to Keras variables, matched by their order; collective.
+
+    Raises:
+        MismatchError: the ranks' shapes or dtypes differ; on every rank.
+    """
+    chosen = list(variables)
+    dtypes = [keras.backend.standardize_dtype(variable.dtype) for variable in chosen]
+    specs = [
+        ParameterSpec(f"variable.{i}", tuple(variable.shape), dtype, 0)
+        for i, (variable, dtype) in enumerate(zip(chosen, dtypes, strict=True))
+    ]
+    check_same_parameters("broadcast_variables", specs)
+    label = f"keras.variables.{runtime.serial('keras.variables')}"
+    numeric = [i for i, dtype in enumerate(dtypes) if dtype != "string"]
+    arrays = {i: keras.ops.convert_to_numpy(chosen[i]) for i in numeric}
+    handles = {i: collectives.broadcast_async(arrays[i], root_rank, f"{label}.{i}") for i in numeric}
+    for index, handle in handles.items():
+        chosen[index].assign(handle.wait())
+
+
+def model_variables(model: Any, local: Collection[Any] = ()) -> list[Any]:
+    """A model's variables and its optimizer's, without those in `local`, each once."""
+    optimizer = getattr(model, "optimizer", None)
+    everything = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    apart = {key_of(variable) for variable in local}
+    return list({key_of(v): v for v in everything if key_of(v) not in apart}.values())
+
+
+def broadcast_global_variables(root_rank: int, model: Any = None, local: Sequence[Any] = ()) -> None:
+    """Give every rank the model's and its optimizer's variables of rank `root_rank`; collective.
+
+    An optimizer that has no state yet on some rank gets it on all where the root has it.
+
+    Args:
+        model: compiled and built on the root; others build theirs as it is.
+        local: variables that stay this rank's own.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    has_state = broadcast_object(optimizer is not None and optimizer.built, root_rank)
+    if optimizer is not None and not optimizer.built and has_state:
+        optimizer.build(model.trainable_variables)
+    own = None if optimizer is None or has_state else optimizer
+    # State that the root lacks starts anew: rank by rank it may have been loaded.
+    apart = [*local, *(own.variables if own is not None else ())]
+    broadcast_variables(model_variables(model, apart), root_rank)

@@ -1,0 +1,3 @@
+"""hvdp.keras.callbacks under Horovod's name."""
+
+from hvdp.keras.callbacks import *  # noqa: F403

@@ -1,0 +1,204 @@
+"""Keras callbacks: their values in closed form, and ranks that stay together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("keras", reason="Keras is not installed")
+
+from hvdp.testing import run_ranks
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+
+
+def _model(rate: float = 0.1, momentum: float = 0.0, value: float = 1.0) -> Any:
+    """One weight, whose gradient for the sample (x, y) is `2 * (w * x - y) * x`."""
+    import keras
+
+    import hvdp.keras as hvd
+
+    keras.utils.set_random_seed(1)
+    start = keras.initializers.Constant(value)
+    model = keras.Sequential(
+        [keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer=start)]
+    )
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate, momentum=momentum))
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def _weight(model: Any) -> float:
+    import keras
+
+    return float(keras.ops.convert_to_numpy(model.trainable_variables[0]).item())
+
+
+def _cases() -> None:
+    import keras
+    import numpy as np
+
+    import hvdp.keras as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    fit = {"batch_size": 2, "verbose": 0, "shuffle": False}
+    ones = np.ones((8, 1), "float32")
+
+    # Everything starts from the root, optimizer state included.
+    model = _model(0.01, 0.9, value=rank + 1.0)
+    model.optimizer.learning_rate = 0.01 * (rank + 1)
+    if rank == size - 1:
+        model.optimizer.build(model.trainable_variables)
+        model.optimizer.momentums[0].assign([[0.5]])
+    model.fit(
+        ones[:2], ones[:2] * 0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(size - 1)], **fit
+    )
+    rate = 0.01 * size
+    expected = size + 0.9 * 0.5 - rate * 2 * size
+    np.testing.assert_allclose(_weight(model), expected, rtol=1e-5)
+
+    # Metrics: means over ranks, or of all samples.
+    model = _model(0.0)
+    own = (rank + 1) * 2  # samples
+    x, y = np.ones((own, 1), "float32"), np.full((own, 1), 2.0 + rank, "float32")
+    counts, errors = 2.0 * np.arange(1, size + 1), 1.0 + np.arange(size)
+    for exact, weights in ((False, None), (True, counts)):
+        together = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        history = model.fit(
+            x,
+            y,
+            validation_data=(x, y),
+            callbacks=[*together, hvd.callbacks.MetricAverageCallback(exact=exact)],
+            **fit,
+        ).history
+        for key in ("loss", "val_loss"):
+            np.testing.assert_allclose(history[key][0], np.average(errors**2, weights=weights), rtol=1e-5)
+        for key in ("mae", "val_mae"):
+            np.testing.assert_allclose(history[key][0], np.average(errors, weights=weights), rtol=1e-5)
+
+    # Warm-up and schedule, batch by batch.
+    class Rates(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if keras.backend.backend() == "jax":
+                self.model.jax_state_sync()
+            self.seen.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+    peak = 0.01 * size
+
+    def schedule() -> list[Any]:
+        return [
+            hvd.callbacks.LearningRateWarmupCallback(peak, warmup_epochs=2),
+            hvd.callbacks.LearningRateScheduleCallback(peak, 0.5, start_epoch=3, end_epoch=4),
+            hvd.callbacks.LearningRateScheduleCallback(
+                peak, lambda e: 0.1 * e, start_epoch=4, staircase=False
+            ),
+        ]
+
+    whole = Rates()
+    model = _model(peak)
+    model.fit(ones, ones, epochs=6, callbacks=[*schedule(), whole], **fit)
+    wanted = [peak / size * (1 + (size - 1) * (i + 1) / 8) for i in range(8)] + [peak] * 4 + [peak / 2] * 4
+    wanted += [peak * 0.1 * (4 + i / 4) for i in range(8)]
+    np.testing.assert_allclose(whole.seen, wanted, rtol=1e-5)
+    for start in (1, 2, 3, 5):
+        resumed = Rates()
+        model.optimizer.learning_rate = peak
+        model.fit(ones, ones, epochs=6, initial_epoch=start, callbacks=[*schedule(), resumed], **fit)
+        np.testing.assert_allclose(resumed.seen, wanted[4 * start :], rtol=1e-5)
+
+    # Momentum correction: the buffer, -rate * gradient, is scaled as the rate is.
+    for corrected in (True, False):
+        model = _model(0.1, momentum=0.5)
+        change = hvd.callbacks.LearningRateScheduleCallback(
+            0.1, lambda epoch: 1.0 if epoch < 1 else 0.1, momentum_correction=corrected
+        )
+        model.fit(ones[:2], ones[:2] * 0, epochs=2, callbacks=[change], **fit)
+        first = -0.1 * 2
+        second = 0.5 * first * (0.1 if corrected else 1) - 0.01 * 2 * (1 + first)
+        np.testing.assert_allclose(_weight(model), 1 + first + second, rtol=1e-5)
+
+    # One rank stops, all do, in the same epoch.
+    class StopOnOne(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = epoch == 2 and hvd.rank() == hvd.size() - 1
+
+    model = _model()
+    history = model.fit(
+        ones, ones, epochs=9, callbacks=[StopOnOne(), hvd.callbacks.StopTogetherCallback()], **fit
+    )
+    assert history.epoch == [0, 1, 2]
+
+    # Different numbers of batches: the others go on, and all end with the same weights.
+    model = _model(0.1)
+    own = 2 * (rank + 1)
+    x, y = np.ones((own, 1), "float32"), np.full((own, 1), float(rank), "float32")
+    model.fit(x, y, epochs=2, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)], **fit)
+    weight = 1.0
+    for _ in range(2):
+        for step in range(size):
+            weight -= 0.1 * 2 * (weight - np.arange(step, size).mean())
+    np.testing.assert_allclose(_weight(model), weight, rtol=1e-5)
+
+    # Only rank 0 writes its best model.
+    best = hvd.callbacks.BestModelCheckpoint("loss", filepath=f"{hvd.broadcast_object(_folder())}/best.keras")
+    model.fit(ones, ones, callbacks=[best], **fit)
+    hvd.barrier()
+    loaded = hvd.load_model(best.filepath)
+    np.testing.assert_allclose(_weight(loaded), _weight(model), rtol=1e-6)
+    loaded.fit(ones, ones * rank, **fit)
+    np.testing.assert_allclose(hvd.allgather(np.array([_weight(loaded)])), _weight(loaded))
+
+    # Data of all kinds.
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 4 * size
+
+        def __getitem__(self, index: int) -> Any:
+            return np.full((2, 1), float(index), "float32"), np.zeros((2, 1), "float32")
+
+    shard = hvd.shard(Batches())
+    assert len(shard) == 4
+    mine = [float(shard[i][0][0, 0]) for i in range(4)]
+    everyone = np.sort(hvd.allgather(np.array(mine)))
+    np.testing.assert_array_equal(everyone, np.arange(4 * size))
+    before = list(mine)
+    _model(0.0).fit(shard, epochs=2, verbose=0)
+    assert [float(shard[i][0][0, 0]) for i in range(4)] != before or size == 1
+    assert len(hvd.shard(np.arange(2 * size + 1), pad=False)) == 2 + (rank == 0)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        data = tf.data.Dataset.range(2 * size + 1)
+        assert [int(i) for i in hvd.shard(data, drop_last=True)] == [rank, rank + size]
+        tail = [2 * size] if rank == 0 else []
+        assert [int(i) for i in hvd.shard(data, pad=False)] == [rank, rank + size, *tail]
+        assert len(list(hvd.shard(data))) == 3
+        stream = tf.data.Dataset.zip(data, data).filter(lambda a, b: True)
+        assert [int(a) for a, _ in hvd.shard(stream, pad=False)] == [rank, rank + size, *tail]
+        assert len(list(hvd.shard(stream))) == 3
+    if keras.backend.backend() == "torch":
+        import torch
+
+        dataset = torch.utils.data.TensorDataset(torch.arange(4 * size))
+        loader = hvd.shard(torch.utils.data.DataLoader(dataset, batch_size=2, shuffle=True))
+        mine = torch.cat([batch for (batch,) in loader]).numpy()
+        np.testing.assert_array_equal(np.sort(hvd.allgather(mine)), np.arange(4 * size))
+
+
+def _folder() -> str:
+    import tempfile
+
+    return tempfile.mkdtemp(prefix="keras-best-")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+def test_callbacks(backend: str) -> None:
+    pytest.importorskip(backend, reason=f"{backend} is not installed")
+    run_ranks(_cases, 2, env={**QUIET, "KERAS_BACKEND": backend}, timeout=200)

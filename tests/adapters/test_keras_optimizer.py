@@ -1,0 +1,168 @@
+"""Keras's DistributedOptimizer: options, saving, and what must not pass unnoticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("keras", reason="Keras is not installed")
+
+from hvdp.testing import run_ranks
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HVDP_FUSION_THRESHOLD": "64", "OMP_NUM_THREADS": "1"}
+
+
+def _cases(folder: str) -> None:
+    import keras
+    import numpy as np
+
+    import hvdp.keras as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    ranks = np.arange(size) + 1.0
+    layers = keras.layers
+
+    def weights(model: Any) -> list[Any]:
+        return [keras.ops.convert_to_numpy(variable) for variable in model.trainable_variables]
+
+    def model_of(*inner: Any, optimizer: Any, **compiled: Any) -> Any:
+        model = keras.Sequential([layers.Input((2,)), *inner])
+        model.compile(optimizer, lambda y, prediction: keras.ops.sum(prediction, axis=-1), **compiled)
+        return model
+
+    # With a linear loss the gradient is the mean input, whatever the weights.
+    x, y = np.full((4, 2), rank + 1.0, "float32"), np.zeros((4, 1), "float32")
+
+    def moved(**options: Any) -> Any:
+        dense = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = model_of(dense, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options))
+        model.train_on_batch(x, y)
+        return -weights(model)[0][0, 0]
+
+    np.testing.assert_allclose(moved(), ranks.mean())
+    np.testing.assert_allclose(moved(op=hvd.Sum), ranks.sum())
+    np.testing.assert_allclose(moved(compression=hvd.Compression.bf16, num_groups=1), ranks.mean())
+    np.testing.assert_allclose(moved(gradient_predivide_factor=2.0, groups=2), ranks.mean())
+    np.testing.assert_allclose(moved(op=hvd.Adasum), ranks.mean() if size == 2 else moved(op=hvd.Adasum))
+    alone = hvd.add_process_set([size - 1])
+    if rank == size - 1:
+        np.testing.assert_allclose(moved(process_set=alone), rank + 1)
+
+    # Samples count equally, not ranks; some gradients on one rank only.
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), weighted=True)
+    optimizer.set_weight(rank + 1)
+    model = model_of(layers.Dense(1, use_bias=False, kernel_initializer="zeros"), optimizer=optimizer)
+    model.train_on_batch(x, y)
+    np.testing.assert_allclose(-weights(model)[0][0, 0], np.average(ranks, weights=ranks), rtol=1e-6)
+    variables = [keras.Variable(np.zeros(3, "float32"), name=name) for name in "ab"]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.apply([keras.ops.ones(3), keras.ops.ones(3) if rank == 0 else None], variables)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(variables[0]), -1)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(variables[1]), -1 / size)
+
+    # Local and frozen layers.
+    local = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    frozen = layers.Dense(2, use_bias=False, kernel_initializer="identity", trainable=False)
+    local.build((None, 2))
+    partial = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=local)
+    model = model_of(frozen, local, optimizer=partial)
+    model.train_on_batch(x, y)
+    np.testing.assert_allclose(-weights(model)[0][0, 0], (rank + 1) / size)
+
+    # Embeddings: rows that no rank has looked up stay.
+    for sparse_as_dense in (False, True):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), sparse_as_dense=sparse_as_dense)
+        model = keras.Sequential(
+            [layers.Input((2,), dtype="int32"), layers.Embedding(size + 2, 1, embeddings_initializer="zeros")]
+        )
+        model.compile(optimizer, lambda y, found: keras.ops.sum(keras.ops.reshape(found, (1, -1)), axis=-1))
+        model.train_on_batch(np.array([[rank, 0]]), y[:1])
+        wanted = np.array([*[1.0] * size, 0, 0])
+        wanted[0] += size
+        np.testing.assert_allclose(-weights(model)[0][:, 0], wanted / size, rtol=1e-6)
+
+    # Mixed precision: an overflow on one rank makes all skip the step.
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    model = model_of(layers.Dense(1, use_bias=False, kernel_initializer="zeros"), optimizer=optimizer)
+    keras.config.set_dtype_policy("float32")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.dynamic_scale.assign(1024.0)
+    model.train_on_batch(x * (1e6 if rank == 0 else 1), y)
+    np.testing.assert_allclose(weights(model)[0], 0)
+    assert float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale)) == 512
+    model.train_on_batch(x, y)
+    np.testing.assert_allclose(-weights(model)[0][0, 0], ranks.mean(), rtol=1e-3)
+
+    # Saved as what it was, custom classes too; loaded without hvdp, and with it.
+    @keras.saving.register_keras_serializable("mine")
+    class Halving(keras.optimizers.SGD):
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            super().update_step(gradient / 2, variable, learning_rate)
+
+    for made in (keras.optimizers.Adam, Halving):
+        inner = made(0.5)
+        optimizer = hvd.DistributedOptimizer(inner)
+        assert optimizer is inner
+        assert isinstance(optimizer, made)
+        model = model_of(layers.Dense(1, use_bias=False, kernel_initializer="zeros"), optimizer=optimizer)
+        model.compile(optimizer, "mse")
+        model.train_on_batch(x, y)
+        model.train_on_batch(x, y + 1)
+        path = f"{folder}/{rank}.{made.__name__}.keras"
+        model.save(path)
+        plain = keras.models.load_model(path)
+        assert "Distributed" not in type(plain.optimizer).__name__
+        assert int(plain.optimizer.iterations) == 2
+        loaded = hvd.load_model(path, custom_optimizers=[made])
+        assert type(loaded.optimizer).__name__ == f"Distributed{made.__name__}"
+        loaded.train_on_batch(x, y + rank)
+        model.train_on_batch(x, y + rank)
+        np.testing.assert_allclose(weights(loaded)[0], weights(model)[0], rtol=1e-6)
+        again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+        assert type(again).__name__ == made.__name__
+
+    # A model that was trained before takes the optimizer's new steps.
+    model = model_of(
+        layers.Dense(1, use_bias=False, kernel_initializer="zeros"), optimizer=keras.optimizers.SGD(1.0)
+    )
+    model.train_on_batch(x, y)
+    hvd.DistributedOptimizer(model.optimizer)
+    model.train_on_batch(x, y)
+    np.testing.assert_allclose(-weights(model)[0][0, 0], rank + 1 + ranks.mean())
+
+    # What never reduces is found out.
+    class Bypassing(keras.Sequential):
+        def train_step(self, *args: Any) -> Any:
+            # As a step that calls the optimizer's inner methods itself.
+            self.optimizer.__dict__["_hvdp"].inside = True
+            try:
+                return super().train_step(*args)
+            finally:
+                self.optimizer.__dict__["_hvdp"].inside = False
+
+    model = Bypassing([layers.Input((2,)), layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), "mse")
+    with pytest.raises(hvd.HvdpError, match="without a word to the other ranks"):
+        model.fit(x, y, verbose=0)
+
+    # Errors say what to do.
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
+    variable = keras.Variable(np.zeros(3 + rank, "float32"), name="odd")
+    with pytest.raises(hvd.MismatchError, match="odd"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD()).apply([variable.value * 0], [variable])
+    np.testing.assert_allclose(hvd.allreduce(1.0), 1)
+    np.testing.assert_allclose(hvd.allgather(keras.ops.ones((rank + 1, 2))), np.ones((int(ranks.sum()), 2)))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+def test_optimizer(backend: str, tmp_path: Any) -> None:
+    pytest.importorskip(backend, reason=f"{backend} is not installed")
+    run_ranks(_cases, 2, str(tmp_path), env={**QUIET, "KERAS_BACKEND": backend}, timeout=200)
