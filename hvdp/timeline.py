@@ -13,8 +13,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record all ranks' operations into one file, written by rank 0.
 
     One lane a rank and process set; each operation shows when it was submitted, when all
-    ranks had agreed on it and when it was done, with its bytes. The file is complete JSON at
-    any time, also after a kill. HOROVOD_TIMELINE=FILE does the same from the start.
+    ranks had agreed on it and when it was done, with its bytes. The file is complete JSON after
+    every write, and so after a kill. HOROVOD_TIMELINE=FILE does the same from the start.
 
     Every rank may call it; on other ranks than 0 it does nothing. A running timeline is ended.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -128,6 +129,15 @@ def test_a_killed_rank_leaves_complete_json(who: int, step: int, tmp_path: Path)
     assert any(event["ph"] == "i" for event in json.loads(trace.read_text()))
 
 
+def _events_now(path: str) -> list[object]:
+    """Complete between two writes; whoever reads in the middle of one looks again."""
+    for _ in range(10):
+        with contextlib.suppress(json.JSONDecodeError):
+            events: list[object] = json.loads(Path(path).read_text())
+            return events
+    raise AssertionError(f"never complete: {Path(path).read_text()[-300:]}")
+
+
 def _read_while_running(path: str) -> int:
     hvd.init()
     lengths = []
@@ -135,7 +145,7 @@ def _read_while_running(path: str) -> int:
         hvd.allreduce(np.ones(10), name=f"step {step}")
         hvd.barrier()
         if hvd.rank() == 0:
-            lengths.append(len(json.loads(Path(path).read_text())))
+            lengths.append(len(_events_now(path)))
         hvd.barrier()
     assert lengths == sorted(lengths)
     return len(set(lengths))
