@@ -133,7 +133,8 @@ class Engine:
         """On rank 0: record a timeline of all ranks into a file, or end it."""
         with self._wheel:
             self._timeline.want(file)
-        self._wake()
+            # At once, so that what this rank submits next is in it.
+            self._timeline.turn()
 
     def close(self, reason: str) -> None:
         """Leave the job: peers that still wait for this rank are told `reason`; idempotent."""

@@ -33,7 +33,7 @@ from hvdp.transports.base import Buffer, Pause, Transport
 
 __all__ = ["ShmTransport"]
 
-_STAGE_BYTES = 1 << 19
+_STAGE_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 15
 _CHUNKS = 4
 _CACHE_LINE = 64
