@@ -68,6 +68,8 @@ def reduce_into(out: Array, sources: Sequence[Array], reduction: Reduction) -> N
         out: same dtype and length; may be one of the sources, not overlap one otherwise.
         sources: one array a rank, in rank order; not changed unless it is `out`.
     """
+    if reduction.absent:
+        sources = [source for index, source in enumerate(sources) if index not in reduction.absent]
     kind = out.dtype.kind
     if is_narrow(out.dtype):
         for lo, hi in pieces(0, out.size, out.itemsize):

@@ -65,6 +65,7 @@ class Reduction(NamedTuple):
 
     result = postscale * op(prescale * x_0, prescale * x_1, ...), for Average divided by `divisor`;
     with `weights`, one a rank, each x_i counts times its weight, and one of weight 0 not at all.
+    The members at the indices `absent` hold values that change nothing, and are not scaled.
     """
 
     op: ReduceOp
@@ -72,10 +73,12 @@ class Reduction(NamedTuple):
     prescale: float = 1.0
     postscale: float = 1.0
     weights: tuple[float, ...] | None = None
+    absent: tuple[int, ...] = ()
 
-    def over(self, contributors: int) -> Reduction:
-        """The same over so many ranks."""
-        return self._replace(divisor=contributors)
+    def over(self, members: tuple[int, ...], absent: tuple[int, ...]) -> Reduction:
+        """The same over these ranks, of which some are absent."""
+        indices = tuple(members.index(rank) for rank in absent)
+        return self._replace(divisor=len(members) - len(absent), absent=indices)
 
 
 class Signature(NamedTuple):

@@ -139,6 +139,8 @@ class MpiTransport(Transport):
             if not weight:
                 data[...] = 0
             return _scale(data, weight)
+        if group.index in reduction.absent:
+            return data
         return _scale(data, reduction.prescale / (reduction.divisor if reduction.op is Average else 1))
 
     def allreduce(self, group: Group, data: Array, reduction: Reduction) -> None:

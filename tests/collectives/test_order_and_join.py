@@ -91,6 +91,19 @@ def _everything_with_uneven_batches() -> list[int]:
     return [_uneven_batches(batches) for batches in BATCHES]
 
 
+def _with_factors(values: list[float]) -> None:
+    """A rank that has joined gives nothing that a factor could change."""
+    for dtype in (np.float16, np.float32, np.int32):
+        mine = np.full((hvd.size(), 2), hvd.rank() + 1, dtype)
+        for op, fold in ((hvd.Product, np.prod), (hvd.Min, np.min), (hvd.Max, np.max), (hvd.Sum, np.sum)):
+            for factor in (2.0, -1.0):
+                wanted = fold(np.array(values) * factor) * 3
+                found = hvd.allreduce(mine, op=op, prescale_factor=factor, postscale_factor=3.0)
+                np.testing.assert_array_equal(found, np.full(mine.shape, wanted, dtype), strict=True)
+                row = hvd.reducescatter(mine, op=op, prescale_factor=factor, postscale_factor=3.0)
+                np.testing.assert_array_equal(row, np.full((1, 2), wanted, dtype), strict=True)
+
+
 def _uneven_batches(batches: list[int]) -> int:
     """Everything that a rank without data may be asked for, by the ranks that still have some."""
     rank, size = hvd.rank(), hvd.size()
@@ -108,6 +121,7 @@ def _uneven_batches(batches: list[int]) -> int:
             ):
                 found = hvd.allreduce(mine, op=op, name=f"{op.name} {count}")
                 np.testing.assert_allclose(found, np.full(count, wanted), rtol=1e-12)
+        _with_factors(values)
         whole = hvd.allreduce(np.array([rank + 1]), op=hvd.Average)
         assert whole.tolist() == [sum(r + 1 for r in active) // len(active)]
         assert hvd.allgather(np.array([rank, step])).tolist() == [n for r in active for n in (r, step)]

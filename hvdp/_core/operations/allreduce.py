@@ -76,4 +76,4 @@ def _reduce(transport: Transport, group: Group, data: Array, reduction: Reductio
     if reduction.op is Adasum:
         adasum(transport, group, data, reduction)
     else:
-        transport.allreduce(group, data, reduction.over(group.size - len(terms.absent)))
+        transport.allreduce(group, data, reduction.over(group.ranks, terms.absent))

@@ -53,6 +53,6 @@ class Reducescatter(Operation):
         out = np.empty((shares[group.index], *rest), self.data.dtype)
         if self.data.size:
             counts = [share * math.prod(rest) for share in shares]
-            reduction = self.reduction.over(group.size - len(terms.absent))
+            reduction = self.reduction.over(group.ranks, terms.absent)
             transport.reducescatter(group, self.data.reshape(-1), out.reshape(-1), counts, reduction)
         return out
