@@ -123,7 +123,9 @@ def rows() -> Iterator[Row]:
 def _around_thresholds(turn: int, dtype: str) -> Iterator[Row]:
     """Where shm goes from one exchange to chunks, and from one chunk to the next."""
     itemsize = dtype_of(dtype).itemsize
-    for nbytes in (1 << 15, 1 << 19):
+    for nbytes in (
+        (1 << 15, 1 << 20) if dtype in ("uint8", "bfloat16", "float32", "complex128") else (1 << 15,)
+    ):
         count = nbytes // itemsize
         yield Row("new", "Sum", dtype, (count + turn % 3 - 1,))
         yield Row("scattered", "Max" if has_meaning("Max", dtype) else "Sum", dtype, (2 * count // 5 + 1, 5))
