@@ -4,8 +4,8 @@ Numerics, the same on every transport that uses these kernels:
 
 - 16-bit floats are widened to float32, reduced and rounded once, to nearest even; a result
   that is no number is always the same one, whoever lent the casts.
-- An average of floats never overflows where the average itself is representable: if the
-  plain sum overflows (the processor's own flag says so) the terms are divided first.
+- An average of floats never overflows where the average itself is representable: where the
+  plain sum does (the processor's own flag says so) it is computed again in a wider type.
 - Integers are averaged with floor division of the exact 64-bit sum; scaled integers are
   computed in float64 and rounded down.
 - For bool, Sum and Max are a logical or, Product and Min a logical and; Average is refused
