@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import time
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -15,12 +16,16 @@ from typing import Any
 from hvdp._core import messages
 from hvdp._core.coordinator import Coordinator, Submission, Verdict
 from hvdp._core.messages import Notice
+from hvdp._core.offers import MOST_NUMBERS, Offers
 from hvdp._core.ops import Signature
 from hvdp._core.rendezvous import Meeting
 from hvdp._core.wire import Link, decode, encode
 from hvdp.errors import HorovodInternalError
 
 __all__ = ["ControlPlane"]
+
+_SKIPPED_OFFERS = 10
+"""After one in vain: rank 0 may be busy in another way for some time, and does not hear offers."""
 
 
 class ControlPlane:
@@ -30,6 +35,7 @@ class ControlPlane:
         deliver: called with the notices of one frame, which all members get alike.
         departed: called on the members when rank 0 has left.
         traced: called with a rank and what its `trace` sent.
+        board: memory for `Offers`, or None as long as there is none.
     """
 
     def __init__(
@@ -39,10 +45,15 @@ class ControlPlane:
         deliver: Callable[[list[Notice]], None],
         departed: Callable[[int, str], None],
         traced: Callable[[int, Any], None],
+        board: Callable[[], memoryview | None],
     ) -> None:
         self._deliver = deliver
         self._departed = departed
         self._traced = traced
+        self._rank = meeting.topology.rank
+        self._board = board
+        self._offers: Offers | None = None
+        self._offers_to_skip = 0
         self._links = dict(meeting.links)
         self.coordinator: Coordinator | None = None
         if meeting.topology.rank == 0:
@@ -111,6 +122,24 @@ class ControlPlane:
             self._flush_known()
             self._send(0, messages.submission_frame(submission))
 
+    def agree_at_once(self, submission: Submission, seconds: float) -> bool:
+        """Submit the one operation in flight here; whether all ranks came to it within so many seconds.
+
+        Otherwise it has been submitted like any other. A word that comes meanwhile ends the waiting.
+        """
+        number = self._numbers.get(submission.signature, -1)
+        offers = self._shared_offers()
+        if offers is not None and 0 <= number < MOST_NUMBERS and not (submission.extras or submission.error):
+            until = time.perf_counter() + seconds
+            if self.coordinator is not None and self.coordinator.untouched(submission.signature):
+                if self._answer(offers, number, until):
+                    return True
+            elif self.coordinator is None and not self._offers_to_skip:
+                return self._offer(offers, number, until)
+        self._offers_to_skip = max(0, self._offers_to_skip - 1)
+        self.submit(submission)
+        return False
+
     def flush(self) -> None:
         """Send everything that waits, and deliver rank 0's own verdicts."""
         self._flush_known()
@@ -172,6 +201,8 @@ class ControlPlane:
         if tag in b"sS" and self.coordinator is not None:
             for submission in messages.read_submission(frame, self.coordinator.signature):
                 self._verdicts += self.coordinator.submit(peer, submission)
+        elif tag == b"w" and self.coordinator is not None:
+            self._take_withdrawn(peer, *messages.read_withdrawn(frame))
         elif tag in b"vV":
             self._take_verdicts(frame)
         elif tag == b"G":
@@ -194,6 +225,44 @@ class ControlPlane:
                 self._numbers[notice.signature] = notice.number
                 self._signatures[notice.number] = notice.signature
         self._deliver(notices)
+
+    def _answer(self, offers: Offers, number: int, until: float) -> bool:
+        """On rank 0."""
+        wanted = offers.await_all(number, [self._links[rank].told for rank in sorted(self._links)])
+        while not offers.complete(wanted):
+            if self._distracted(until):
+                return False
+        offers.agree()
+        return True
+
+    def _offer(self, offers: Offers, number: int, until: float) -> bool:
+        agreement = offers.offer(number, self._links[0].heard)
+        while offers.agreements < agreement:
+            if self._distracted(until):
+                offers.withdraw()
+                self._offers_to_skip = _SKIPPED_OFFERS
+                self._send(0, messages.withdrawn_frame(agreement, number))
+                return False
+        return True
+
+    def _take_withdrawn(self, peer: int, agreement: int, number: int) -> None:
+        """Withdrawn in time, an offer is a submission; otherwise the others are at the operation already."""
+        assert self.coordinator is not None
+        offers = self._shared_offers()
+        if offers is not None and agreement <= offers.agreements:
+            self._send(peer, b"v" + messages.pack_known(number, ()))
+        else:
+            submission = Submission(self.coordinator.signature(number))
+            self._verdicts += self.coordinator.submit(peer, submission)
+
+    def _shared_offers(self) -> Offers | None:
+        if self._offers is None and (words := self._board()) is not None:
+            self._offers = Offers(words, self._rank)
+        return self._offers
+
+    def _distracted(self, until: float) -> bool:
+        """Whether a word has come, or it has become late."""
+        return bool(self._words.poll(0)) or time.perf_counter() >= until
 
     def _flush_known(self) -> None:
         if len(self._known) > 1:

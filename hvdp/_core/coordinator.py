@@ -133,6 +133,11 @@ class Coordinator:
             return self._refuse_crossed(crossed, key)
         return self._decide_if_complete(key)
 
+    def untouched(self, signature: Signature) -> bool:
+        """Whether every rank is here, and none has submitted this yet."""
+        key = (signature.process_set, signature.name)
+        return not self._joined and not self._gone and key not in self._pending
+
     def leave(self, rank: int, reason: str) -> list[Verdict]:
         """A rank will submit nothing more: what waits for it fails at once."""
         self._gone[rank] = reason

@@ -60,7 +60,12 @@ class Engine:
         self._timeline = Timeline(self.rank, lambda message: self._control.trace(message))
         self.executor = Executor(self.rank, self.topology.size, transport, self._timeline, blame)
         self._control = ControlPlane(
-            meeting, cache_capacity, self.executor.deliver, self._lost_coordinator, self._timeline.heard
+            meeting,
+            cache_capacity,
+            self.executor.deliver,
+            self._lost_coordinator,
+            self._timeline.heard,
+            transport.board,
         )
         self._wheel = threading.Lock()
         self._seat = threading.Lock()
@@ -117,17 +122,16 @@ class Engine:
     def run(self, operation: Operation) -> object:
         """Submit one operation, help it along, and return its result; errors as `submit` and its own."""
         self.executor.accept([operation])
-        self._submitted.append(operation)
-        handle = operation.handle
         if self._seat.acquire(blocking=False):
             try:
                 if not self._ended:
-                    self._drive(handle)
+                    self._drive(operation)
             finally:
                 self._seat.release()
         else:
+            self._submitted.append(operation)
             self._wake()
-        return handle.wait()
+        return operation.handle.wait()
 
     def trace_to(self, file: TraceFile | None) -> None:
         """On rank 0: record a timeline of all ranks into a file, or end it."""
@@ -162,41 +166,39 @@ class Engine:
         while not self._ended:
             self._control.sleep(interval)
             with self._wheel:
-                self._turn()
+                self._guarded(self._turn)
         with self._wake_lock, self._seat:
             self._control.close()
         self._timeline.close()
         self.transport.close()
 
-    def _drive(self, handle: Handle) -> None:
-        """A caller turns the wheel until its operation is done."""
-        caller = threading.get_ident()
+    def _drive(self, operation: Operation) -> None:
+        """A caller submits an operation, and turns the wheel until it is done."""
+        caller, handle = threading.get_ident(), operation.handle
+        with self._wheel:
+            self._guarded(lambda: self._start(operation))
+        if handle.poll():
+            return
         handle.ring(lambda: None if threading.get_ident() == caller else self._control.ring())
         self._control.let_sleep(True)
         try:
+            with self._wheel:
+                self._guarded(self._turn)
             spin_until = time.perf_counter() + self._spin
             while not handle.poll():
-                with self._wheel:
-                    self._turn()
-                while not handle.poll():
-                    spins = time.perf_counter() < spin_until
-                    if self._control.watch(0 if spins else None):
-                        break
+                spins = time.perf_counter() < spin_until
+                if self._control.watch(0 if spins else None):
+                    with self._wheel:
+                        self._guarded(self._turn)
         finally:
             self._control.let_sleep(False)
 
-    def _turn(self) -> None:
-        """Hear, tell and run whatever there is, without waiting for more; at the wheel."""
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Do something at the wheel that may find that the job has failed."""
         if self._ended:
             return
         try:
-            self._pump(0)
-            self.executor.run()
-            if self._orphaned:
-                raise HorovodInternalError(self._orphaned, 0 if self.executor.waits else None)
-            if self._leaving:
-                self._control.goodbye(self._leaving)
-                self._end(HorovodInternalError(f"rank {self.rank} has shut down hvdp"))
+            step()
         except HorovodInternalError as error:
             self._end(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must not wait for us
@@ -206,6 +208,24 @@ class Engine:
             # In a caller's thread: peers may be in the middle of an operation with us.
             self._end(HorovodInternalError(f"rank {self.rank} was stopped by {interrupt!r}", self.rank))
             raise
+
+    def _start(self, operation: Operation) -> None:
+        """Submit an operation; run it if all ranks come to it now and have nothing else to do."""
+        quiet = self.executor.alone() and not (self._leaving or self._orphaned)
+        if not quiet or not self._spin or operation.signature.process_set != 0:
+            self._submitted.append(operation)
+        elif self._control.agree_at_once(operation.submission, self._spin):
+            self.executor.run_at_once(operation)
+
+    def _turn(self) -> None:
+        """Hear, tell and run whatever there is, without waiting for more; at the wheel."""
+        self._pump(0)
+        self.executor.run()
+        if self._orphaned:
+            raise HorovodInternalError(self._orphaned, 0 if self.executor.waits else None)
+        if self._leaving:
+            self._control.goodbye(self._leaving)
+            self._end(HorovodInternalError(f"rank {self.rank} has shut down hvdp"))
 
     def _pump(self, seconds: float) -> None:
         """Hear the control plane for up to so many seconds, and pass on what was submitted."""

@@ -69,6 +69,10 @@ class Executor:
         """Whether something has been agreed on and not run yet."""
         return bool(self._batches)
 
+    def alone(self) -> bool:
+        """Whether exactly one operation is in flight, and not agreed on yet."""
+        return len(self._live) == 1 and not self._batches
+
     def accept(self, operations: Sequence[Operation]) -> None:
         """Take operations that are about to be submitted; thread-safe.
 
@@ -127,6 +131,14 @@ class Executor:
             while self._batches:
                 self._run_batch(self._batches.popleft())
                 self._timeline.flush()
+
+    def run_at_once(self, operation: Operation) -> None:
+        """Run the one operation in flight, which all ranks have agreed on; errors as `run`."""
+        self._timeline.agreed(operation)
+        terms = Terms(((),) * self.groups[operation.signature.process_set].size)
+        with np.errstate(all="ignore"):
+            self._run_together([_Agreed(operation, terms)])
+        self._timeline.flush()
 
     def fail(self, error: HorovodInternalError) -> bool:
         """End everything in flight, and refuse everything to come; whether this is the first failure."""

@@ -3,6 +3,7 @@
 To rank 0:
     s   submissions known by number: (number, extras) again and again
     S   one submission in full: [signature, extras, error]
+    w   a submission known by number that was offered in shared memory before: (agreement, number)
 To a member:
     v   verdicts known by number, in order: (number, extras) again and again
     V   verdicts in full, in order; numbers that are new come in here
@@ -22,9 +23,19 @@ from hvdp._core.coordinator import Submission, Verdict
 from hvdp._core.ops import Signature
 from hvdp._core.wire import decode, encode
 
-__all__ = ["Notice", "pack_known", "read_submission", "read_verdicts", "submission_frame", "verdict_frame"]
+__all__ = [
+    "Notice",
+    "pack_known",
+    "read_submission",
+    "read_verdicts",
+    "read_withdrawn",
+    "submission_frame",
+    "verdict_frame",
+    "withdrawn_frame",
+]
 
 _HEAD = struct.Struct("<IH")
+_WITHDRAWN = struct.Struct("<QI")
 
 
 class Notice(NamedTuple):
@@ -70,6 +81,16 @@ def read_submission(frame: bytes, known: Callable[[int], Signature]) -> list[Sub
         return [Submission(known(number), extras) for number, extras in unpack_known(frame)]
     signature, extras, error = decode(frame)
     return [Submission(Signature.from_json(signature), tuple(extras), error)]
+
+
+def withdrawn_frame(agreement: int, number: int) -> bytes:
+    return b"w" + _WITHDRAWN.pack(agreement, number)
+
+
+def read_withdrawn(frame: bytes) -> tuple[int, int]:
+    """The agreement that an offer was for, and the operation's number."""
+    agreement, number = _WITHDRAWN.unpack_from(frame, 1)
+    return agreement, number
 
 
 def verdict_frame(verdicts: Sequence[Verdict]) -> bytes:

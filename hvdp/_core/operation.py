@@ -42,13 +42,10 @@ class Operation(ABC):
     kind: ClassVar[Kind]
 
     def __init__(self, signature: Signature, extras: tuple[int, ...] = (), error: str = "") -> None:
+        self.signature = signature
         self.submission = Submission(signature, extras, error)
         self.handle = Handle(signature.name)
         self.times: list[int] = []
-
-    @property
-    def signature(self) -> Signature:
-        return self.submission.signature
 
     @property
     def nbytes(self) -> int:

@@ -78,7 +78,8 @@ class Reduction(NamedTuple):
     def over(self, members: tuple[int, ...], absent: tuple[int, ...]) -> Reduction:
         """The same over these ranks, of which some are absent."""
         indices = tuple(members.index(rank) for rank in absent)
-        return self._replace(divisor=len(members) - len(absent), absent=indices)
+        present = len(members) - len(absent)
+        return Reduction(self.op, present, self.prescale, self.postscale, self.weights, indices)
 
 
 class Signature(NamedTuple):

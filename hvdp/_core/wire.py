@@ -30,7 +30,11 @@ def decode(payload: bytes) -> Any:
 
 
 class Link:
-    """One peer's end of the control plane. Not thread-safe: one thread drives it."""
+    """One peer's end of the control plane. Not thread-safe: one thread drives it.
+
+    Attributes:
+        told, heard: frames sent, or queued, and received so far.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -39,6 +43,7 @@ class Link:
         self.sock = sock
         self._in = bytearray()
         self._out = bytearray()
+        self.told = self.heard = 0
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -55,6 +60,7 @@ class Link:
             ConnectionError: the peer has closed.
         """
         self._out += _HEADER.pack(len(payload)) + payload
+        self.told += 1
         self.flush()
 
     def flush(self) -> None:
@@ -101,6 +107,7 @@ class Link:
             frames.append(bytes(self._in[start + _HEADER.size : end]))
             start = end
         del self._in[:start]
+        self.heard += len(frames)
         return frames
 
     def receive_one(self, deadline: float) -> bytes:
@@ -120,6 +127,7 @@ class Link:
                 if len(self._in) >= end:
                     frame = bytes(self._in[_HEADER.size : end])
                     del self._in[:end]
+                    self.heard += 1
                     return frame
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.sock], [self.sock] if self._out else [], [], left)[0]:

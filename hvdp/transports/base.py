@@ -57,6 +57,13 @@ class Transport(ABC):
         self.pause: Pause = lambda seconds: None
         self.broken = False
 
+    def board(self) -> memoryview | None:
+        """Zeroed memory that all ranks of the job see: `offers.LINE_WORDS` uint64 words for each.
+
+        Not collective; None where there is none, or not before the first operation.
+        """
+        return None
+
     def allocate(self, group: Group, nbytes: int) -> Buffer:
         """Zeroed memory from which this transport reduces fastest.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hvdp._core.arrays import Array
 from hvdp._core.kernels import reduce_into
+from hvdp._core.offers import LINE_WORDS
 from hvdp._core.ops import Reduction
 from hvdp._core.process_sets import Group
 from hvdp.transports.base import Transport
@@ -15,6 +16,9 @@ __all__ = ["LocalTransport"]
 
 class LocalTransport(Transport):
     name = "local"
+
+    def board(self) -> memoryview:
+        return memoryview(bytearray(8 * LINE_WORDS)).cast("Q")
 
     def allreduce(self, group: Group, data: Array, reduction: Reduction) -> None:
         if reduction.prescale != 1.0 or reduction.postscale != 1.0:

@@ -14,11 +14,6 @@ allocated here skip the staging: every member reads and writes its peers' bucket
 
 from __future__ import annotations
 
-import os
-import platform
-import select
-import threading
-import time
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -31,43 +26,23 @@ from hvdp._core.kernels import pieces, reduce_into
 from hvdp._core.ops import Reduction
 from hvdp._core.process_sets import Group
 from hvdp.transports._memory import SegmentExchange
-from hvdp.transports.base import Buffer, Pause, Transport
+from hvdp.transports._room import CACHE_LINE, PAGE, STAGE_BYTES, Room, round_up
+from hvdp.transports.base import Buffer, Transport
 
 __all__ = ["ShmTransport"]
 
-_STAGE_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 15
 _CHUNKS = 4
-_CACHE_LINE = 64
-_PAGE = 4096
-_SPINS = 200
-_YIELD_SECONDS = 0.0005
-_PAUSE_SECONDS = 0.0005
-_NEEDS_FENCE = platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
-_fence_lock = threading.Lock()
-
-
-def _fence() -> None:
-    """Order memory accesses before and after: two lock cycles are a full barrier on ARMv8
-    (an acquire is never taken before an earlier release); x86 orders stores by itself."""
-    if _NEEDS_FENCE:
-        for _ in range(2):
-            with _fence_lock:
-                pass
 
 
 def _chunk_bytes(nbytes: int) -> int:
     """Small enough to overlap staging with reducing, large enough to make little of the waiting."""
-    return min(_STAGE_BYTES, max(_STAGE_BYTES // 8, _round_up(nbytes // _CHUNKS, _PAGE)))
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return min(STAGE_BYTES, max(STAGE_BYTES // 8, round_up(nbytes // _CHUNKS, PAGE)))
 
 
 def _shards(count: int, members: int, itemsize: int) -> list[tuple[int, int]]:
     """Element ranges by member, cut at cache lines so that no two members write to one."""
-    step = _round_up(-(-count // members), max(1, _CACHE_LINE // itemsize))
+    step = round_up(-(-count // members), max(1, CACHE_LINE // itemsize))
     return [(min(i * step, count), min((i + 1) * step, count)) for i in range(members)]
 
 
@@ -84,62 +59,6 @@ class _SharedBuffer(Buffer):
         self.areas = areas
 
 
-class _Room:
-    """One group's counters and staging areas."""
-
-    def __init__(self, segment: Array, group: Group, pause: Pause) -> None:
-        self._me = group.index
-        self._pause = pause
-        # A memoryview: reading one item of it costs a third of reading a NumPy item.
-        self._counters = segment[: group.size * _CACHE_LINE].data.cast("Q")
-        self._slots = [i * _CACHE_LINE // 8 for i in range(group.size)]
-        self._others = [slot for i, slot in enumerate(self._slots) if i != group.index]
-        self._step = 0
-        self._turn = 0
-        start = _round_up(group.size * _CACHE_LINE, _PAGE)
-        areas = segment[start:].reshape(2, group.size, _STAGE_BYTES)
-        self._stages = [list(areas[turn]) for turn in range(2)]
-
-    @staticmethod
-    def nbytes(members: int) -> int:
-        return _round_up(members * _CACHE_LINE, _PAGE) + 2 * members * _STAGE_BYTES
-
-    def next_stages(self) -> list[Array]:
-        """The members' staging areas for the next chunk."""
-        self._turn ^= 1
-        return self._stages[self._turn]
-
-    def signal(self) -> None:
-        """Tell the peers that everything written so far may be read."""
-        self._step += 1
-        _fence()
-        self._counters[self._slots[self._me]] = self._step
-
-    def wait(self) -> None:
-        """Until every peer has signalled as often as we have."""
-        counters, step = self._counters, self._step
-        for slot in self._others:
-            if counters[slot] < step:
-                self._wait_for(slot, step)
-        _fence()
-
-    def _wait_for(self, slot: int, step: int) -> None:
-        """Spin while the peer is surely about to signal, then give the core away, then sleep."""
-        counters = self._counters
-        for _ in range(_SPINS):
-            if counters[slot] >= step:
-                return
-        until = time.perf_counter() + _YIELD_SECONDS
-        while time.perf_counter() < until:
-            # To other processes, and to this one's other threads: a sleep of 0 s would take 70 us.
-            os.sched_yield()
-            select.select([], [], [], 0)
-            if counters[slot] >= step:
-                return
-        while counters[slot] < step:
-            self._pause(_PAUSE_SECONDS)
-
-
 class ShmTransport(Transport):
     """All members of every group must be on this host.
 
@@ -154,7 +73,7 @@ class ShmTransport(Transport):
     def __init__(self, name: str, secret: bytes, rank: int) -> None:
         super().__init__()
         self._exchange = SegmentExchange(name, secret, rank)
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, Room] = {}
         self._segments: dict[int, int] = {}
 
     def close(self) -> None:
@@ -171,17 +90,21 @@ class ShmTransport(Transport):
             return self._exchange.create(key, nbytes, group.size - 1, self.pause)
         return self._exchange.fetch(key, nbytes, group.ranks[0], self.pause)
 
-    def _room(self, group: Group) -> _Room:
+    def _room(self, group: Group) -> Room:
         room = self._rooms.get(group.number)
         if room is None:
-            segment = self._segment(group, _Room.nbytes(group.size))
-            room = self._rooms[group.number] = _Room(segment, group, lambda seconds: self.pause(seconds))
+            segment = self._segment(group, Room.nbytes(group.size))
+            room = self._rooms[group.number] = Room(segment, group, lambda seconds: self.pause(seconds))
         return room
+
+    def board(self) -> memoryview | None:
+        room = self._rooms.get(0)
+        return room.board if room is not None else None
 
     def allocate(self, group: Group, nbytes: int) -> Buffer:
         if group.size == 1 or nbytes == 0:
             return super().allocate(group, nbytes)
-        stride = _round_up(nbytes, _PAGE)
+        stride = round_up(nbytes, PAGE)
         segment = self._segment(group, stride * group.size).reshape(group.size, stride)
         return _SharedBuffer([area[:nbytes] for area in segment], group.index)
 
@@ -212,7 +135,7 @@ class ShmTransport(Transport):
     def _allreduce_exchanged(self, group: Group, data: Array, reduction: Reduction) -> None:
         """Every member reduces everything for itself."""
         room, me = self._room(group), group.index
-        step = _STAGE_BYTES // data.itemsize
+        step = STAGE_BYTES // data.itemsize
 
         def stage(chunk: Array) -> list[Array]:
             stages = [area[: chunk.nbytes].view(chunk.dtype) for area in room.next_stages()]
@@ -264,8 +187,8 @@ class ShmTransport(Transport):
         if group.size == 1:
             return
         room = self._room(group)
-        for lo in range(0, data.size, _STAGE_BYTES):
-            chunk = data[lo : lo + _STAGE_BYTES]
+        for lo in range(0, data.size, STAGE_BYTES):
+            chunk = data[lo : lo + STAGE_BYTES]
             stage = room.next_stages()[root][: chunk.size]
             if group.index == root:
                 np.copyto(stage, chunk)
@@ -281,14 +204,14 @@ class ShmTransport(Transport):
         if group.size == 1:
             return
         room = self._room(group)
-        for lo in range(0, max(counts), _STAGE_BYTES):
+        for lo in range(0, max(counts), STAGE_BYTES):
             stages = room.next_stages()
-            mine = as_bytes(data)[lo : lo + _STAGE_BYTES]
+            mine = as_bytes(data)[lo : lo + STAGE_BYTES]
             np.copyto(stages[group.index][: mine.size], mine)
             room.signal()
             room.wait()
             for index, part in enumerate(parts):
-                chunk = part[lo : lo + _STAGE_BYTES]
+                chunk = part[lo : lo + STAGE_BYTES]
                 if index != group.index:
                     np.copyto(chunk, stages[index][: chunk.size])
 
@@ -301,13 +224,13 @@ class ShmTransport(Transport):
             room = self._room(group)
             to, source = (me + shift) % size, (me - shift) % size
             sending, receiving = data[sends[to] : sends[to + 1]], out[receives[source] : receives[source + 1]]
-            for lo in range(0, max(counts[i][(i + shift) % size] for i in range(size)), _STAGE_BYTES):
+            for lo in range(0, max(counts[i][(i + shift) % size] for i in range(size)), STAGE_BYTES):
                 stages = room.next_stages()
-                chunk = sending[lo : lo + _STAGE_BYTES]
+                chunk = sending[lo : lo + STAGE_BYTES]
                 np.copyto(stages[me][: chunk.size], chunk)
                 room.signal()
                 room.wait()
-                chunk = receiving[lo : lo + _STAGE_BYTES]
+                chunk = receiving[lo : lo + STAGE_BYTES]
                 np.copyto(chunk, stages[source][: chunk.size])
 
     def reducescatter(
@@ -320,7 +243,7 @@ class ShmTransport(Transport):
             return
         room = self._room(group)
         starts = _offsets(counts)
-        share = _STAGE_BYTES // size // _CACHE_LINE * _CACHE_LINE // itemsize
+        share = STAGE_BYTES // size // CACHE_LINE * CACHE_LINE // itemsize
         for lo in range(0, max(counts), share):
             stages = [stage.view(data.dtype) for stage in room.next_stages()]
             for index in range(size):
