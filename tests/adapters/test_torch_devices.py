@@ -126,6 +126,8 @@ def _train_split() -> None:
                     for state in optimizer.state.values():
                         state["momentum_buffer"].zero_()
                 hvd.broadcast_optimizer_state(optimizer)
+                assert optimizer.state[model.words.weight]["momentum_buffer"].is_sparse
+                hvd.check_consistency(model, optimizer)
         assert all(isinstance(parameter, FarTensor) for parameter in model.there.parameters())
         momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.there.parameters()]
         assert all(isinstance(momentum, FarTensor) for momentum in momenta)
