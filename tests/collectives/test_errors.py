@@ -37,7 +37,7 @@ def _disagreements(hvd: Any) -> dict[str, tuple[Call, str]]:
     zeros = (lambda *shape, **kw: np.zeros(shape, **kw)) if hvd is hvdp else torch.zeros
     narrow = np.float32 if hvd is hvdp else torch.float32
     wide = np.float64 if hvd is hvdp else torch.float64
-    return {
+    cases: dict[str, tuple[Call, str]] = {
         "shape": (lambda odd: hvd.allreduce(zeros(2 + odd), name="shape"), "shape is (2,) {} (3,) {}"),
         "dtype": (
             lambda odd: hvd.allreduce_(zeros(2, dtype=narrow if odd else wide), name="dtype"),
@@ -71,6 +71,18 @@ def _disagreements(hvd: Any) -> dict[str, tuple[Call, str]]:
         "number of dimensions": (
             lambda odd: hvd.alltoall(zeros(hvd.size(), *[1] * odd), name="number of dimensions"),
             "shape is () {} (1,) {}",
+        ),
+    }
+    if hvd is hvdp:
+        return cases
+    return cases | {
+        "sparse": (
+            lambda odd: hvd.sparse_allreduce_async(torch.eye(3 + odd).to_sparse(), "sparse", hvd.Sum).wait(),
+            "allgather 'sparse': shape is (3, 3) {} (4, 4) {}",
+        ),
+        "rows": (
+            lambda odd: hvd.sparse_allreduce_async(torch.eye(3).to_sparse(2 - odd), "rows", hvd.Sum).wait(),
+            "shape is (2,) {} (1,) {}",
         ),
     }
 
