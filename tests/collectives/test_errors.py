@@ -187,6 +187,15 @@ def _meaningless(hvd: Any) -> dict[str, tuple[Call, str]]:
         ),
         "ints": (lambda _: hvd.allreduce(ones(2, dtype=lib.int32), op=hvd.Adasum, name="x"), "Adasum has no"),
         "rows": (lambda _: hvd.reducescatter(ones(2, dtype=boolean), name="x"), "Average has no meaning"),
+        "scaled bools": (
+            lambda _: hvd.allreduce(ones(2, dtype=boolean), op=hvd.Sum, prescale_factor=2.0, name="x"),
+            "scale factors have no meaning for dtype bool; cast the tensor first. "
+            "Received: prescale_factor 2.0, postscale_factor 1.0",
+        ),
+        "scaled rows": (
+            lambda _: hvd.reducescatter(ones(2, dtype=boolean), op=hvd.Max, postscale_factor=0.5, name="x"),
+            "Received: prescale_factor 1.0, postscale_factor 0.5",
+        ),
     }
 
 
