@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hvdp._core.arrays import Array, dtype_named
+from hvdp._core.casts import recast
 from hvdp._core.compression import CastCompressor
 from hvdp.collectives import Collectives, Map, no_compression
 from hvdp.errors import InvalidArgumentError
@@ -53,7 +54,7 @@ def _floating(array: ArrayLike) -> bool:
 
 
 def _cast(array: ArrayLike, dtype: np.dtype[Any]) -> Array:
-    return np.asarray(array).astype(dtype)
+    return recast(np.asarray(array), dtype)
 
 
 class Compression:

@@ -86,6 +86,40 @@ def test_float16_is_cast_much_faster_than_by_numpy(scale: float) -> None:
     assert narrowed < 0.6
 
 
+@pytest.mark.parametrize("dtypes", [(np.float32, FLOAT16), (np.float64, FLOAT16), (np.float32, BFLOAT16)])
+def test_compression_rounds_as_numpy_does(dtypes: Any) -> None:
+    wide, narrow = dtypes
+    compressor = hvd.Compression.fp16 if narrow == FLOAT16 else hvd.Compression.bf16
+    numbers = _hard_to_round()
+    numbers = numbers[~np.isnan(numbers)].astype(wide)
+    with np.errstate(all="ignore"):
+        wanted = numbers.astype(narrow)
+    for shape in ((), (0, 3), (5, 7), (2, 100_001)):
+        for layout in (
+            lambda array: array,
+            np.transpose,
+            lambda array: array[..., ::2] if array.ndim else array,
+        ):
+            mine = layout(numbers[: math.prod(shape)].reshape(shape))
+            small, context = compressor.compress(mine)
+            rounded = layout(wanted[: math.prod(shape)].reshape(shape))
+            np.testing.assert_array_equal(small.view(np.uint16), rounded.view(np.uint16), strict=True)
+            np.testing.assert_array_equal(
+                compressor.decompress(small, context), rounded.astype(wide), strict=True
+            )
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6], ids=["plain", "subnormal"])
+def test_compression_is_faster_than_numpys_cast(scale: float) -> None:
+    mine = (np.random.default_rng(1).normal(size=1 << 18) * scale).astype(np.float32)
+    small, context = hvd.Compression.fp16.compress(mine)
+    assert _times_as_long(lambda: hvd.Compression.fp16.compress(mine), lambda: mine.astype(np.float16)) < 0.7
+    back = _times_as_long(
+        lambda: hvd.Compression.fp16.decompress(small, context), lambda: small.astype(np.float32)
+    )
+    assert back < 0.7
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("op", [Sum, Average, Max], ids=lambda op: op.name)
 def test_lent_casts_give_the_same_bits(op: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
