@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import time
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -64,26 +62,21 @@ def test_float16_is_cast_as_numpy_casts_it(whose: Any, count: int) -> None:
     np.testing.assert_array_equal(found.view(np.uint16)[true], wanted.view(np.uint16)[true])
 
 
-def _times_as_long(call: Callable[[], Any], other: Callable[[], Any]) -> float:
-    """As long as another call, at their best: what else runs on the machine must not count."""
-    best = [math.inf, math.inf]
-    for _ in range(60):
-        for index, each in enumerate((call, other)):
-            began = time.perf_counter()
-            each()
-            best[index] = min(best[index], time.perf_counter() - began)
-    return best[0] / best[1]
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-6], ids=["plain", "subnormal"])
-def test_float16_is_cast_much_faster_than_by_numpy(scale: float) -> None:
-    """So that half the bytes of float32 do not take several times as long to reduce."""
-    wide = (np.random.default_rng(1).normal(size=65_536) * scale).astype(np.float32)
-    small, found, again = wide.astype(np.float16), np.empty_like(wide), np.empty(wide.size, np.float16)
+def test_subnormals_survive_where_the_processor_flushes_them() -> None:
+    """As some libraries have it, for the whole process."""
+    small = EVERY[EVERY & 0x7C00 == 0].view(np.float16)
+    wanted, out = small.astype(np.float32), np.empty_like(small)
     widen, narrow = _own()
-    assert _times_as_long(lambda: widen(small, found), lambda: np.copyto(found, small)) < 0.4
-    narrowed = _times_as_long(lambda: narrow(wide, again), lambda: np.copyto(again, wide, casting="unsafe"))
-    assert narrowed < 0.6
+    wide = np.empty(small.size, np.float32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush")
+    try:
+        widen(small, wide)
+        narrow(wide, out)
+    finally:
+        torch.set_flush_denormal(False)
+    np.testing.assert_array_equal(wide, wanted)
+    np.testing.assert_array_equal(out.view(np.uint16), small.view(np.uint16))
 
 
 @pytest.mark.parametrize("dtypes", [(np.float32, FLOAT16), (np.float64, FLOAT16), (np.float32, BFLOAT16)])
@@ -107,17 +100,6 @@ def test_compression_rounds_as_numpy_does(dtypes: Any) -> None:
             np.testing.assert_array_equal(
                 compressor.decompress(small, context), rounded.astype(wide), strict=True
             )
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-6], ids=["plain", "subnormal"])
-def test_compression_is_faster_than_numpys_cast(scale: float) -> None:
-    mine = (np.random.default_rng(1).normal(size=1 << 18) * scale).astype(np.float32)
-    small, context = hvd.Compression.fp16.compress(mine)
-    assert _times_as_long(lambda: hvd.Compression.fp16.compress(mine), lambda: mine.astype(np.float16)) < 0.7
-    back = _times_as_long(
-        lambda: hvd.Compression.fp16.decompress(small, context), lambda: small.astype(np.float32)
-    )
-    assert back < 0.7
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
