@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +23,8 @@ from hvdp._core.buckets import BucketPlan, ParameterSpec, Slot, plan
 from hvdp._core.handles import Handle
 from hvdp._core.objects import allgather_object
 from hvdp._core.operations import Allocate, ReduceBucket
-from hvdp._core.ops import Average, Kind, ReduceOp, Signature, Sum
+from hvdp._core.ops import Average, Kind, Signature, Sum
+from hvdp._core.policy import Policy
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
 from hvdp.errors import InvalidArgumentError
@@ -67,41 +68,6 @@ class GradientStore(Protocol):
 
     def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
         """Make these entries the gradient, equal coordinates added up."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How gradients are reduced; equal on all ranks.
-
-    Attributes:
-        op: Average or Sum.
-        passes_per_step: backward passes in a window.
-        predivide: averages are divided by this much before the sum, and by the rest after it.
-        bucket_bytes: cap of a bucket.
-        groups: parameters that share a bucket whatever its size; the others fill buckets.
-        group_count: or make so many such groups of all parameters.
-        process_set: number of the process set that trains together.
-        weighted: ranks count by the weight they set, not equally.
-    """
-
-    op: ReduceOp
-    passes_per_step: int
-    bucket_bytes: int
-    predivide: float = 1.0
-    groups: tuple[tuple[int, ...], ...] = ()
-    group_count: int = 0
-    process_set: int = 0
-    weighted: bool = False
-
-    def described(self) -> dict[str, str]:
-        """For comparison between ranks, and for messages."""
-        described = {item.name: str(getattr(self, item.name)) for item in fields(self)}
-        return {**described, "op": self.op.name}
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether reducing a reduced gradient again leaves it as it is."""
-        return self.op is Average
 
 
 @dataclass
