@@ -73,8 +73,14 @@ class _Arrays:
     def deliver(self, index: int) -> None:
         self.results[index] = self._places[index].reshape(self._specs[index].shape)
 
-    def holds_place(self, index: int) -> bool:
+    def withdraw(self, index: int) -> None:
+        self.results.pop(index, None)
+
+    def holds_reduced(self, index: int) -> bool:
         return False
+
+    def forget_reduced(self) -> None:
+        pass
 
     def sparse_dimensions(self, index: int) -> int:
         return 1 if index in self.sparse else 0

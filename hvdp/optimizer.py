@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,7 +23,8 @@ from hvdp._core.buckets import BucketPlan, ParameterSpec, Slot, plan
 from hvdp._core.handles import Handle
 from hvdp._core.objects import allgather_object
 from hvdp._core.operations import Allocate, ReduceBucket
-from hvdp._core.ops import Average, Kind, ReduceOp, Signature, Sum
+from hvdp._core.ops import Average, Kind, Signature, Sum
+from hvdp._core.policy import Policy
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
 from hvdp.errors import InvalidArgumentError
@@ -47,8 +48,14 @@ class GradientStore(Protocol):
     def deliver(self, index: int) -> None:
         """Make the reduced content of its place the gradient."""
 
-    def holds_place(self, index: int) -> bool:
-        """Whether the current gradient lies in its place, so that backward has added to it."""
+    def withdraw(self, index: int) -> None:
+        """Leave the parameter without a gradient: no rank that counts has one."""
+
+    def holds_reduced(self, index: int) -> bool:
+        """Whether the current gradient is the one delivered last, so that backward has added to it."""
+
+    def forget_reduced(self) -> None:
+        """What has been delivered is used up, or zeroed."""
 
     def sparse_dimensions(self, index: int) -> int:
         """How many of the current gradient's dimensions are sparse; 0 if it is dense or there is none."""
@@ -61,36 +68,6 @@ class GradientStore(Protocol):
 
     def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
         """Make these entries the gradient, equal coordinates added up."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How gradients are reduced; equal on all ranks.
-
-    Attributes:
-        op: Average or Sum.
-        passes_per_step: backward passes in a window.
-        predivide: averages are divided by this much before the sum, and by the rest after it.
-        bucket_bytes: cap of a bucket.
-        groups: parameters that share a bucket whatever its size; the others fill buckets.
-        group_count: or make so many such groups of all parameters.
-        process_set: number of the process set that trains together.
-        weighted: ranks count by the weight they set, not equally.
-    """
-
-    op: ReduceOp
-    passes_per_step: int
-    bucket_bytes: int
-    predivide: float = 1.0
-    groups: tuple[tuple[int, ...], ...] = ()
-    group_count: int = 0
-    process_set: int = 0
-    weighted: bool = False
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether reducing a reduced gradient again leaves it as it is."""
-        return self.op is Average
 
 
 @dataclass
@@ -123,6 +100,7 @@ class GradientReducer:
     Attributes:
         passes_per_step: may be changed between windows.
         weight: this rank's, where the policy is weighted.
+        steps: how many there were.
         name: unique among the process set's reducers.
 
     Raises:
@@ -135,12 +113,13 @@ class GradientReducer:
         self.policy = policy
         self.passes_per_step = policy.passes_per_step
         self.weight = 1.0
+        self.steps = 0
         self.replace(store, specs, fault)
 
     def replace(self, store: GradientStore, specs: Sequence[ParameterSpec], fault: str = "") -> None:
         """Start again with other parameters; collective. Gradients stay where they are."""
         process_set = self.policy.process_set
-        check_same_parameters("DistributedOptimizer", specs, fault, process_set)
+        check_same_parameters("DistributedOptimizer", specs, fault, process_set, self.policy.described())
         self._store = store
         self.name = f"gradients.{runtime.serial(f'gradients/{process_set}')}"
         self._specs = specs
@@ -154,6 +133,7 @@ class GradientReducer:
         self._bucket_of: dict[int, _Bucket] = {}
         self._sparse: dict[int, int] = {}
         self._incomplete_until = -1
+        self._launching = False
 
     def ready(self, index: int) -> None:
         """The gradient of a parameter has got this pass's share.
@@ -167,14 +147,17 @@ class GradientReducer:
         if bucket is None:
             self._order[index] = None
             return
-        if self._reductions and not self.policy.repeatable and self._store.holds_place(index):
+        self._refuse_to_reduce_again([index])
+        if bucket.handle is not None and index not in bucket.waiting:
             raise InvalidArgumentError(
-                f"gradients were computed again before step() with op={self.policy.op.name}: set "
-                "backward_passes_per_step to the number of backward() calls for each step()."
+                f"the gradient of {self._specs[index].name!r} was ready twice in one backward(): with a "
+                "layer in several checkpoints use_reentrant=False is needed, and after a backward() that "
+                "failed optimizer.zero_grad()."
             )
         self._store.collect(index)
         if self._passes + 1 < self.passes_per_step:
             return
+        self._launching = True
         bucket.waiting.discard(index)
         if not bucket.waiting and bucket.handle is None:
             self._launch(bucket)
@@ -197,9 +180,21 @@ class GradientReducer:
         if self._passes >= self.passes_per_step:
             self.reduce()
 
+    @property
+    def within_window(self) -> bool:
+        """Whether some passes of a window are done and others not."""
+        return self._passes > 0
+
     def cleared(self) -> None:
         """The gradients were zeroed: a window begins anew."""
         self._passes = 0
+        self._store.forget_reduced()
+        if self._launching:  # by a backward that failed
+            for bucket in self._buckets or ():
+                if bucket.handle is not None:
+                    bucket.handle.wait()
+                bucket.rearm()
+            self._launching = False
 
     def before_step(self) -> None:
         """Reduce what no window's end has reduced: the last passes, or all there is before this step."""
@@ -209,9 +204,12 @@ class GradientReducer:
     def after_step(self) -> None:
         self._passes = 0
         self._reductions = 0
+        self.steps += 1
+        self._store.forget_reduced()
 
     def reduce(self) -> None:
         """Reduce now whatever has not been launched, and wait for everything."""
+        self._refuse_to_reduce_again(range(len(self._specs)))
         self._passes = 0
         self._reductions += 1
         self._plan_again_after_join()
@@ -223,8 +221,16 @@ class GradientReducer:
                 self._launch(bucket)
         for bucket in self._buckets:
             self._finish(bucket)
+        self._launching = False
         for index, handle in zip(self._sparse, sparse, strict=True):
             self._finish_sparse(index, handle)
+
+    def _refuse_to_reduce_again(self, indices: Iterable[int]) -> None:
+        if self._reductions and not self.policy.repeatable and any(map(self._store.holds_reduced, indices)):
+            raise InvalidArgumentError(
+                f"gradients were computed again before step() with op={self.policy.op.name}: set "
+                "backward_passes_per_step to the number of backward() calls for each step()."
+            )
 
     def _plan_again_after_join(self) -> None:
         """A rank that had joined when buckets were made has none; it comes back after the join."""
@@ -255,12 +261,17 @@ class GradientReducer:
         for mark, slot in enumerate(bucket.plan.slots):
             if bucket.marks[mark]:
                 self._store.deliver(slot.parameter)
+            else:
+                self._store.withdraw(slot.parameter)
         bucket.rearm()
 
     def _launch_sparse(self, index: int, dimensions: int) -> Handle:
         coordinates, values, exists = self._store.sparse_entries(index, dimensions)
         weight = self.weight if self.policy.weighted else 1.0
-        if weight != 1.0:
+        if not weight:
+            # Not by multiplication: the mean of no samples is not a number.
+            coordinates, values, exists = coordinates[:0], values[:0], False
+        elif weight != 1.0:
             values = values * values.dtype.type(weight)
         options = Options(f"{self.name}.sparse.{index}", self.policy.process_set)
         return submit.grouped(
@@ -277,6 +288,8 @@ class GradientReducer:
             if self.policy.op is Average:
                 values /= values.dtype.type(weights or 1.0)
             self._store.deliver_sparse(index, coordinates, values)
+        else:
+            self._store.withdraw(index)
 
     def _make_buckets(self) -> list[_Bucket]:
         """Agree on the order and on which gradients are sparse, and move gradients into buckets."""

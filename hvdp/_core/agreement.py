@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,27 +19,41 @@ _FAULT = b"\0" * 32
 
 
 def check_same_parameters(
-    what: str, specs: Sequence[ParameterSpec], fault: str = "", process_set: int = 0
+    what: str,
+    specs: Sequence[ParameterSpec],
+    fault: str = "",
+    process_set: int = 0,
+    options: Mapping[str, str] | None = None,
 ) -> None:
     """Compare the parameters of all ranks by a fingerprint; collective.
 
     Args:
         what: the caller, for messages.
         fault: why this rank's arguments are wrong; told to every rank.
+        options: what else must be equal: names and values.
 
     Raises:
-        MismatchError: on every rank, naming the first parameter that differs.
+        MismatchError: on every rank, naming the first parameter that differs, or the options.
         InvalidArgumentError: on every rank, if any has a fault.
     """
-    mark = _FAULT if fault else fingerprint(specs)
+    mark = _FAULT if fault else fingerprint(specs, options)
     gather = submit.allgather(np.frombuffer(mark, np.uint8)[None], Options(process_set=process_set))
     marks = submit.alone(gather).wait()
     if (marks == marks[0]).all() and not fault:
         return
-    everything = allgather_object((fault, list(specs)), None, process_set)
+    everything = allgather_object((fault, list(specs), dict(options or {})), None, process_set)
     ranks = runtime.require(what).group(process_set).ranks
-    faults = [f"rank {rank}: {text}" for rank, (text, _) in zip(ranks, everything, strict=True) if text]
+    faults = [f"rank {rank}: {text}" for rank, (text, _, _) in zip(ranks, everything, strict=True) if text]
     if faults:
         raise InvalidArgumentError(f"{what}: {'; '.join(faults)}")
-    difference = first_difference(ranks, [theirs for _, theirs in everything])
-    raise MismatchError(f"{what}: the ranks hold different parameters: {difference}.")
+    difference = first_difference(ranks, [theirs for _, theirs, _ in everything])
+    if difference:
+        raise MismatchError(f"{what}: the ranks hold different parameters: {difference}.")
+    first = everything[0][2]
+    differences = [
+        f"{name} is {value} on rank {ranks[0]} and {theirs[name]} on rank {rank}"
+        for rank, (_, _, theirs) in zip(ranks, everything, strict=True)
+        for name, value in first.items()
+        if theirs[name] != value
+    ]
+    raise MismatchError(f"{what}: the ranks pass different options: {differences[0]}.")

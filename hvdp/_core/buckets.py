@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["BucketPlan", "ParameterSpec", "Slot", "fingerprint", "first_difference", "plan"]
@@ -86,7 +86,7 @@ def plan(
         groups: indices that share a bucket (one a dtype) whatever its size.
         group_count: or cut `order` into so many such groups.
     """
-    if group_count:
+    if group_count and order:
         step = -(-len(order) // group_count)
         groups = [order[start : start + step] for start in range(0, len(order), step)]
     group_of = {index: number for number, group in enumerate(groups) for index in group}
@@ -115,9 +115,9 @@ def plan(
     return plans
 
 
-def fingerprint(specs: Sequence[ParameterSpec]) -> bytes:
-    """32 bytes that two ranks share if, and only if, their parameters are alike."""
-    return hashlib.sha256("\n".join(map(str, specs)).encode()).digest()
+def fingerprint(specs: Sequence[ParameterSpec], options: Mapping[str, str] | None = None) -> bytes:
+    """32 bytes that two ranks share if, and only if, their parameters and options are alike."""
+    return hashlib.sha256("\n".join([*map(str, specs), *map(str, (options or {}).items())]).encode()).digest()
 
 
 def first_difference(ranks: Sequence[int], by_rank: Sequence[Sequence[ParameterSpec]]) -> str:

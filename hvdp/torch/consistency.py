@@ -75,6 +75,7 @@ class DriftWatch:
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.step or self._joins != runtime.joins:
             return
@@ -92,6 +93,7 @@ class DriftWatch:
             "at the first step %s: call hvd.%s before training, or the ranks train apart", drift, call
         )
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._joins != runtime.joins:
             self._joins, self._since = runtime.joins, 0

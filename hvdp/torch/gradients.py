@@ -39,6 +39,7 @@ class TorchGradients:
         self._sparse_as_dense = sparse_as_dense
         self._places: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
         self._contexts: list[Any] = [None] * len(parameters)
+        self._reduced: dict[int, torch.Tensor] = {}
 
     def of(self, parameters: list[torch.Tensor], names: list[str]) -> TorchGradients:
         """The same for other parameters."""
@@ -65,8 +66,15 @@ class TorchGradients:
         flat = as_tensor(memory)
         self._places[index] = flat.as_strided(sent.shape, _dense_strides(sent), flat.storage_offset())
 
-    def holds_place(self, index: int) -> bool:
-        return self.parameters[index].grad is self._places[index]
+    def holds_reduced(self, index: int) -> bool:
+        reduced = self._reduced.get(index)
+        return reduced is not None and self.parameters[index].grad is reduced
+
+    def forget_reduced(self) -> None:
+        self._reduced.clear()
+
+    def withdraw(self, index: int) -> None:
+        self.parameters[index].grad = None
 
     def collect(self, index: int) -> bool:
         parameter, place = self.parameters[index], self._places[index]
@@ -88,7 +96,7 @@ class TorchGradients:
     def deliver(self, index: int) -> None:
         parameter, place = self.parameters[index], self._places[index]
         if self._lives_in_place(index):
-            parameter.grad = place
+            parameter.grad = self._reduced[index] = place
             return
         with torch.no_grad():
             result = place
@@ -96,9 +104,10 @@ class TorchGradients:
                 result = self._compression.decompress(place, self._contexts[index])
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided:
-                parameter.grad = result.to(parameter.device, copy=True)
+                parameter.grad = gradient = result.to(parameter.device, copy=True)
             else:
                 gradient.copy_(result)
+        self._reduced[index] = gradient
 
     def sparse_dimensions(self, index: int) -> int:
         gradient = self.parameters[index].grad
@@ -124,7 +133,7 @@ class TorchGradients:
         entries = torch.sparse_coo_tensor(
             as_tensor(coordinates).t(), as_tensor(values), parameter.shape, check_invariants=False
         )
-        parameter.grad = entries.to(parameter.device).coalesce()
+        parameter.grad = self._reduced[index] = entries.to(parameter.device).coalesce()
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

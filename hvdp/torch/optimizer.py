@@ -103,6 +103,7 @@ def DistributedOptimizer(
         announces = engine.rank == engine.group(policy.process_set).ranks[0]
         scale = rate_scaler(lr_scaling, process_set.size() * backward_passes_per_step, announces)
         scale(optimizer)
+        optimizer._scale = scale
         optimizer.register_load_state_dict_post_hook(scale)
     return optimizer
 
@@ -114,6 +115,7 @@ class _Distributed(torch.optim.Optimizer):
     _store: TorchGradients
     _delta: DeltaAdasum | None
     _drift: DriftWatch
+    _scale: Callable[[torch.optim.Optimizer], None] | None = None
 
     def _attach(self, reducer: GradientReducer, store: TorchGradients) -> None:
         self._reducer = reducer
@@ -152,12 +154,20 @@ class _Distributed(torch.optim.Optimizer):
     def set_weight(self, weight: float) -> None:
         """How much this rank's next gradients count: the samples behind them, 0 for none.
 
-        Stays until set again; needs `weighted=True`. Where all ranks give 0, gradients are zero.
+        Stays until set again; needs `weighted=True`. Where all ranks give 0, there are no gradients.
+        One weight counts for all backward passes of a step: give the step's samples, and let each
+        loss be the sum over its own samples divided by that number.
         """
         if not self._reducer.policy.weighted or not weight >= 0:
             raise InvalidArgumentError(
                 "set_weight() takes a number that is not negative, and needs "
                 f"DistributedOptimizer(..., weighted=True). Received: {weight}"
+            )
+        if self._reducer.within_window and weight != self._reducer.weight:
+            raise InvalidArgumentError(
+                "set_weight() between the backward passes of one step would weight the earlier ones, too: "
+                "give the samples of the whole step before its first pass, and divide each loss by them. "
+                f"Received: {weight} after {self._reducer.weight}"
             )
         self._reducer.weight = float(weight)
 
@@ -176,6 +186,8 @@ class _Distributed(torch.optim.Optimizer):
             store = self._store.of(parameters, names)
             self._reducer.replace(store, store.specs(), fault)
             self._watch(store)
+            if self._scale is not None:
+                self._scale(self)
 
     def __reduce__(self) -> Any:
         """Copies and pickles are plain optimizers of the original class."""
@@ -183,6 +195,7 @@ class _Distributed(torch.optim.Optimizer):
         return base.__new__, (base,), self.__getstate__()
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if optimizer._delta is not None:
         optimizer._delta.before_step(optimizer._store.parameters)
@@ -191,25 +204,31 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if closure is None:
         optimizer._reducer.before_step()
         return None
-    # Gradients are reduced when the closure's backward returns.
-    return args[:1], {**kwargs, "closure": _averaging(closure, optimizer._reducer.policy.process_set)}
+    return args[:1], {**kwargs, "closure": _averaging(closure, optimizer._reducer)}
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if optimizer._delta is not None:
         optimizer._delta.after_step(optimizer._store.parameters)
     optimizer._reducer.after_step()
 
 
-def _averaging(closure: Callable[[], Any], process_set: int) -> Callable[[], Any]:
-    """A closure with the average of the ranks' losses, so that all ranks evaluate it equally often."""
+def _averaging(closure: Callable[[], Any], reducer: GradientReducer) -> Callable[[], Any]:
+    """A closure with reduced gradients and the average of the ranks' losses.
+
+    So all ranks evaluate it equally often. Each evaluation is a window: it may have fewer
+    backward passes than agreed, or none.
+    """
 
     def evaluate() -> Any:
+        reducer.after_step()
         loss = closure()
+        reducer.before_step()
         if loss is None:
             return None
         value = np.array(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
-        options = Options("closure.loss", process_set)
+        options = Options("closure.loss", reducer.policy.process_set)
         submit.at_once(submit.allreduce(value, Average, 1.0, 1.0, options))
         return torch.full_like(loss, float(value)) if isinstance(loss, torch.Tensor) else float(value)
 
@@ -219,6 +238,8 @@ def _averaging(closure: Callable[[], Any], process_set: int) -> Callable[[], Any
 def _hook(parameter: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> Any:
     """Register also on a parameter that is frozen now and may be unfrozen later."""
     frozen = not parameter.requires_grad
+    if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
+        return None  # integers never have a gradient
     if frozen:
         parameter.requires_grad_(True)
     handle = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
@@ -229,7 +250,8 @@ def _hook(parameter: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> Any
 
 def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
 
 
 def _option_fault(op: int, passes: int, predivide: float, weighted: bool) -> str:

@@ -18,9 +18,14 @@ class PassWatch:
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
         self._watched: set[int] = set()
+        # When the last gradient became ready: a hook of the user's own may make the step during backward.
+        self._steps = 0
 
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:
+            if parameter.grad is None:
+                return  # a hook of the user's own has stepped and zeroed it
+            self._steps = self._reducer.steps
             self._watch()
             self._reducer.ready(index)
 
@@ -38,7 +43,8 @@ class PassWatch:
         node: Any = torch._C._current_autograd_node()
         if node is None:
             self._watched.clear()
-            self._reducer.end_pass()
+            if self._steps == self._reducer.steps:
+                self._reducer.end_pass()
             return
         # A backward within another one's node, as a reentrant checkpoint runs it: the pass ends with
         # the outer one, which can be watched from the node that it comes to next.

@@ -100,6 +100,7 @@ class SyncBatchNorm(_BatchNorm):
                 f"Received: {tuple(input.shape)}"
             )
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
         if not self.training:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import sys
 import warnings
 from collections.abc import Callable
@@ -153,6 +154,29 @@ def compiled_modules() -> None:
             same(train)
 
 
+def compiled_steps_and_norms() -> None:
+    """hvdp's own part of a step, and the collectives in SyncBatchNorm, are no matter for the compiler."""
+
+    def train(way: Way) -> list[Tensor]:
+        torch.compiler.reset()
+        model = mlp().insert(1, nn.BatchNorm1d(8).double())
+        if way.together:
+            hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+        optimizer = way.wrap(sgd(model), named_parameters=model.named_parameters())
+        compiled = torch.compile(model, backend="aot_eager")
+        step = torch.compile(optimizer.step, backend="eager")
+        for inputs, targets in batches():
+            optimizer.zero_grad()
+            F.mse_loss(compiled(way.share(inputs)), way.share(targets)).backward()
+            step()
+        return list(model.parameters())
+
+    logging.getLogger("torch._logging").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        same(train, 1e-7)
+
+
 def activation_checkpointing() -> None:
     """A reentrant checkpoint runs a backward within the backward, and here one within that."""
 
@@ -296,6 +320,7 @@ CASES = [
     schedulers_and_hooks_of_ones_own,
     autocast,
     compiled_modules,
+    compiled_steps_and_norms,
     activation_checkpointing,
     gradients_of_gradients,
     shared_parameters_in_several_backwards,
