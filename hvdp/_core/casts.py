@@ -11,14 +11,13 @@ import ml_dtypes
 import numpy as np
 
 from hvdp._core.arrays import Array
-from hvdp._core.scratch import PIECE_BYTES, scratch
+from hvdp._core.scratch import PIECE_ITEMS, scratch
 
 __all__ = ["Cast", "Widened", "is_narrow", "lend_casts", "narrow", "recast"]
 
 Cast = Callable[[Array, Array], None]
 """Fills its second argument with the values of the first; both 1-D, contiguous, of a piece at most."""
 
-_PIECE = PIECE_BYTES // 2  # items
 _FLOAT16, _FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
 _UINT16, _INT16 = np.dtype(np.uint16), np.dtype(np.int16)
 _UINT32, _INT32 = np.dtype(np.uint32), np.dtype(np.int32)
@@ -72,7 +71,7 @@ def _widen_float16(source: Array, target: Array) -> None:
 @cache
 def _least_exponents() -> Array:
     """Float16's in the place of float32's; NumPy's maximum of an array and a number takes 30 us."""
-    return np.full(_PIECE, 0x3880, _UINT16)
+    return np.full(PIECE_ITEMS, 0x3880, _UINT16)
 
 
 def _narrow_float16(source: Array, target: Array) -> None:
@@ -178,7 +177,7 @@ def recast(array: Array, dtype: np.dtype[Any]) -> Array:
             return array.astype(dtype)
     result = np.empty(array.shape, dtype)
     source, target = np.ascontiguousarray(array).reshape(-1), result.reshape(-1)
-    for start in range(0, source.size, _PIECE):
-        piece = slice(start, start + _PIECE)
+    for start in range(0, source.size, PIECE_ITEMS):
+        piece = slice(start, start + PIECE_ITEMS)
         cast(source[piece], target[piece])
     return result

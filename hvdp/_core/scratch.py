@@ -9,14 +9,20 @@ import numpy as np
 
 from hvdp._core.arrays import Array
 
-__all__ = ["PIECE_BYTES", "scratch"]
+__all__ = ["PIECE_BYTES", "PIECE_ITEMS", "scratch"]
 
 PIECE_BYTES = 1 << 17
 """Bytes of one operand in one kernel call: a few of them fit a core's L2 cache."""
 
 
+PIECE_ITEMS = 1 << 18
+"""16-bit floats in one kernel call: casts take many short steps, so fewer calls outweigh the cache."""
+
+_MOST_BYTES = 4 * PIECE_ITEMS
+
+
 class _Scratch(threading.local):
-    """A few pieces a thread, each twice as large so that it holds 16-bit floats as float32."""
+    """A few pieces a thread, which grow to what a piece of 16-bit floats takes as float32."""
 
     def __init__(self) -> None:
         self._memories: list[Array] = []
@@ -24,10 +30,12 @@ class _Scratch(threading.local):
     def take(self, number: int, dtype: np.dtype[Any], count: int) -> Array:
         """Piece `number`, valid until it is taken again; a new array where it does not fit."""
         nbytes = count * dtype.itemsize
-        if nbytes > 2 * PIECE_BYTES:
+        if nbytes > _MOST_BYTES:
             return np.empty(count, dtype)
         while len(self._memories) <= number:
-            self._memories.append(np.empty(2 * PIECE_BYTES, np.uint8))
+            self._memories.append(np.empty(0, np.uint8))
+        if self._memories[number].size < nbytes:
+            self._memories[number] = np.empty(max(nbytes, 2 * PIECE_BYTES), np.uint8)
         return self._memories[number][:nbytes].view(dtype)
 
 

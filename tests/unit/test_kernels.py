@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdp._core.kernels import PIECE_BYTES, pieces, reduce_into
+from hvdp._core.kernels import pieces, reduce_into
 from hvdp._core.ops import Average, Max, Min, Product, Reduction, Sum
+from hvdp._core.scratch import PIECE_BYTES, PIECE_ITEMS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
@@ -148,7 +149,8 @@ def test_scaling_is_before_and_after(op: Any) -> None:
 @given(st.integers(0, 10), st.integers(0, 10**6), st.sampled_from([1, 2, 4, 8, 16]))
 def test_pieces_cover_a_range_once(start: int, length: int, itemsize: int) -> None:
     cut = pieces(start, start + length, itemsize)
-    assert all((hi - lo) * itemsize <= PIECE_BYTES and lo < hi for lo, hi in cut)
+    most = PIECE_ITEMS if itemsize == 2 else PIECE_BYTES // itemsize
+    assert all(lo < hi <= lo + most for lo, hi in cut)
     assert [lo for lo, _ in cut] == [start, *(hi for _, hi in cut)][: len(cut)]
     assert (cut[-1][1] if cut else start) == start + length
 
