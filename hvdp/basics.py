@@ -15,7 +15,6 @@ from hvdp._core.engine import Engine
 from hvdp._core.operations import Barrier
 from hvdp._core.runtime import runtime
 from hvdp._core.stall import StallWatch
-from hvdp._core.wording import farewell
 from hvdp.connect import connect, within
 from hvdp.errors import InvalidArgumentError
 from hvdp.launch.environments import detect
@@ -93,11 +92,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """Leave the job. Peers that still wait for this rank raise HorovodInternalError.
-
-    Rank 0 should leave last: it coordinates every call, also in process sets that it is not in.
-    """
-    _leave("called hvd.shutdown()")
+    """Leave the job. Peers that still wait for this rank raise HorovodInternalError."""
+    runtime.stop("called hvd.shutdown()")
 
 
 def is_initialized() -> bool:
@@ -197,18 +193,11 @@ def _blame(supervisor_fd: int | None, rank: int) -> None:
             _log.debug("the launcher has gone: %s", error)
 
 
-def _leave(how: str) -> None:
-    """In good order; `how` is told to the peers that still need this rank."""
-    if runtime.engine is not None:
-        runtime.stop(farewell(runtime.engine.rank, how))
-
-
 def _leave_at_exit() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None:
-        _leave("exited")
-    else:
-        runtime.stop(f"raised {type(error).__name__}: {error}")
+    # One line: TensorFlow's messages have hundreds, with tracebacks in them that are not the others'.
+    first = str(error).strip().partition("\n")[0]
+    runtime.stop(f"raised {type(error).__name__}: {first}" if error is not None else "exited")
 
 
 def _set_up_logging(level: str) -> None:
