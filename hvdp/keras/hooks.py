@@ -101,9 +101,8 @@ def install() -> None:
         if link is None:
             return plain_make(self, force)
         if keras.backend.backend() == "tensorflow" and self.jit_compile:
-            _log.info(
-                "training without XLA (jit_compile=False): it cannot exchange gradients with other ranks"
-            )
+            if link.process_set.rank() == 0:
+                _log.info("training without XLA (jit_compile=False): it cannot exchange gradients")
             self.jit_compile = False
             force = True
         if force or getattr(self.train_function, "__hvdp__", None) is not link:
