@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hvdp._core.arrays import Array, dtype_named
-from hvdp._core.casts import recast
 from hvdp._core.compression import CastCompressor
 from hvdp.collectives import Collectives, Map, no_compression
 from hvdp.errors import InvalidArgumentError
@@ -49,22 +48,20 @@ class _NumPy:
         return forward(tensors)
 
 
-class _Compressor(CastCompressor):
-    """Also for what NumPy makes arrays of."""
+def _floating(array: ArrayLike) -> bool:
+    return np.asarray(array).dtype.kind == "f"
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        super().__init__(dtype, lambda array: array.dtype.kind == "f", recast)
 
-    def compress(self, tensor: ArrayLike) -> tuple[Any, Any]:
-        return super().compress(np.asarray(tensor))
+def _cast(array: ArrayLike, dtype: np.dtype[Any]) -> Array:
+    return np.asarray(array).astype(dtype)
 
 
 class Compression:
     """What `compression=` takes: float32 and float64 may travel as 16-bit floats."""
 
     none = no_compression
-    fp16 = _Compressor(np.dtype(np.float16))
-    bf16 = _Compressor(dtype_named("bfloat16"))
+    fp16 = CastCompressor(np.dtype(np.float16), _floating, _cast)
+    bf16 = CastCompressor(dtype_named("bfloat16"), _floating, _cast)
 
 
 collectives: Collectives[Array] = Collectives(_NumPy())

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdp._core.ops import Signature
 
-__all__ = ["absent", "crossed", "farewell", "gone", "invalid", "mismatch", "ranks_text"]
+__all__ = ["absent", "crossed", "gone", "invalid", "mismatch", "ranks_text"]
 
 _SHOWN = 8
 
@@ -16,16 +16,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     """ "rank 3", or "ranks 0, 1, 2"."""
     shown = ", ".join(str(rank) for rank in ranks[:_SHOWN]) + (", ..." if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def farewell(rank: int, how: str) -> str:
-    """How a rank has left, as its peers are told after "rank N "; rank 0 takes the coordinator along."""
-    if rank:
-        return how
-    return (
-        f"{how}, and no call works without rank 0, not even in process sets that it is not in: let it "
-        "leave last, for example after hvd.barrier() on all ranks"
-    )
 
 
 def gone(rank: int, reason: str, signature: Signature) -> str:

@@ -138,9 +138,6 @@ def _optimizer(
 def _digest(value: Any, most: int | None) -> int:
     """Of a tensor's first elements in logical order, or of plain values and what they contain."""
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.sparse_coo:
-            entries = value.detach().coalesce()
-            return _digest([*value.shape, entries.indices(), entries.values()], most)
         if value.layout is not torch.strided:
             raise InvalidArgumentError(f"only dense tensors can be compared. Received: layout {value.layout}")
         flat = value.detach().reshape(-1)[:most].cpu().resolve_conj().resolve_neg().contiguous()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from hvdp._core import submit
-from hvdp._core.arrays import Array
 from hvdp._core.handles import Handle
 from hvdp._core.ops import Average, Kind, ReduceOp, Sum
 from hvdp._core.submit import Options
@@ -33,11 +31,10 @@ def sparse_allreduce_async(
 
     Raises:
         InvalidArgumentError: by `synchronize` on every rank: another op, or a tensor that is not sparse.
-        MismatchError: likewise: the ranks' shapes, dtypes or numbers of sparse dimensions differ.
     """
     options = [
-        Options(f"{name}{what}" if name else None, process_set.number(), _device(tensor))
-        for what in ("", ".indices", ".values", ".ranks")
+        Options(f"{name}.{what}" if name else None, process_set.number(), _device(tensor))
+        for what in ("indices", "values")
     ]
     try:
         resolved = ReduceOp.check(op)
@@ -50,19 +47,17 @@ def sparse_allreduce_async(
         # Told to all ranks, so that none waits for this one.
         return submit.grouped([submit.faulty(Kind.ALLGATHER, each, str(fault)) for each in options])
     entries = tensor.detach().coalesce()
-    # Of no rows: nothing travels, but the ranks compare the shape, which the entries do not tell.
-    shape = np.empty((0, *tensor.shape), np.uint8)
-    parts = [as_array(part.cpu().contiguous()) for part in (entries.indices().t(), entries.values())]
-    *gathers, counted = options
-    operations = [submit.allgather(part, each) for part, each in zip((shape, *parts), gathers, strict=True)]
-    # Ranks that have joined do not count.
-    operations.append(submit.allreduce(np.ones(1, np.int64), Sum, 1.0, 1.0, counted))
+    divisor = process_set.size() if resolved is Average else 1
+    parts = [entries.indices().t(), entries.values()]
+    operations = [
+        submit.allgather(as_array(part.cpu().contiguous()), each)
+        for part, each in zip(parts, options, strict=True)
+    ]
 
-    def finish(results: list[Array]) -> torch.Tensor:
-        _, *gathered, (ranks,) = results
-        indices, values = (as_tensor(array).to(tensor.device) for array in gathered)
+    def finish(gathered: list[object]) -> torch.Tensor:
+        indices, values = (as_tensor(array).to(tensor.device) for array in gathered)  # type: ignore[arg-type]
         total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
-        return total / int(ranks) if resolved is Average else total
+        return total / divisor if divisor > 1 else total
 
     return submit.grouped(operations).then(finish)
 

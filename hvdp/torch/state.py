@@ -77,15 +77,6 @@ class _Tensor:
     beside_parameter: bool
 
 
-@dataclass(frozen=True)
-class _SparseTensor:
-    """Stands for a sparse one, such as the momentum of an embedding's sparse gradients."""
-
-    shape: tuple[int, ...]
-    indices: _Tensor
-    values: _Tensor
-
-
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
 ) -> None:
@@ -143,10 +134,6 @@ def broadcast_optimizer_state(
 
 def _outline(value: Any, parameter: torch.Tensor | None, tensors: list[torch.Tensor]) -> Any:
     """`value` with each tensor replaced by a `_Tensor` and appended to `tensors`."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
-        entries = value.coalesce()
-        parts = (_outline(part, parameter, tensors) for part in (entries.indices(), entries.values()))
-        return _SparseTensor(tuple(value.shape), *parts)
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         beside = parameter is not None and value.device == parameter.device
@@ -166,10 +153,6 @@ def _fill(value: Any, parameter: torch.Tensor | None, tensors: list[torch.Tensor
         where = parameter.device if value.beside_parameter and parameter is not None else "cpu"
         tensors.append(torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=where))
         return tensors[-1]
-    if isinstance(value, _SparseTensor):
-        indices, values = (_fill(part, parameter, tensors) for part in (value.indices, value.values))
-        # The sparse tensor is made of this memory, into which the root's entries will come.
-        return torch.sparse_coo_tensor(indices.zero_(), values, value.shape, is_coalesced=True)
     if isinstance(value, dict):
         return {key: _fill(item, parameter, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):

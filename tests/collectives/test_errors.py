@@ -37,7 +37,7 @@ def _disagreements(hvd: Any) -> dict[str, tuple[Call, str]]:
     zeros = (lambda *shape, **kw: np.zeros(shape, **kw)) if hvd is hvdp else torch.zeros
     narrow = np.float32 if hvd is hvdp else torch.float32
     wide = np.float64 if hvd is hvdp else torch.float64
-    cases: dict[str, tuple[Call, str]] = {
+    return {
         "shape": (lambda odd: hvd.allreduce(zeros(2 + odd), name="shape"), "shape is (2,) {} (3,) {}"),
         "dtype": (
             lambda odd: hvd.allreduce_(zeros(2, dtype=narrow if odd else wide), name="dtype"),
@@ -71,18 +71,6 @@ def _disagreements(hvd: Any) -> dict[str, tuple[Call, str]]:
         "number of dimensions": (
             lambda odd: hvd.alltoall(zeros(hvd.size(), *[1] * odd), name="number of dimensions"),
             "shape is () {} (1,) {}",
-        ),
-    }
-    if hvd is hvdp:
-        return cases
-    return cases | {
-        "sparse": (
-            lambda odd: hvd.sparse_allreduce_async(torch.eye(3 + odd).to_sparse(), "sparse", hvd.Sum).wait(),
-            "allgather 'sparse': shape is (3, 3) {} (4, 4) {}",
-        ),
-        "rows": (
-            lambda odd: hvd.sparse_allreduce_async(torch.eye(3).to_sparse(2 - odd), "rows", hvd.Sum).wait(),
-            "shape is (2,) {} (1,) {}",
         ),
     }
 
@@ -187,15 +175,6 @@ def _meaningless(hvd: Any) -> dict[str, tuple[Call, str]]:
         ),
         "ints": (lambda _: hvd.allreduce(ones(2, dtype=lib.int32), op=hvd.Adasum, name="x"), "Adasum has no"),
         "rows": (lambda _: hvd.reducescatter(ones(2, dtype=boolean), name="x"), "Average has no meaning"),
-        "scaled bools": (
-            lambda _: hvd.allreduce(ones(2, dtype=boolean), op=hvd.Sum, prescale_factor=2.0, name="x"),
-            "scale factors have no meaning for dtype bool; cast the tensor first. "
-            "Received: prescale_factor 2.0, postscale_factor 1.0",
-        ),
-        "scaled rows": (
-            lambda _: hvd.reducescatter(ones(2, dtype=boolean), op=hvd.Max, postscale_factor=0.5, name="x"),
-            "Received: prescale_factor 1.0, postscale_factor 0.5",
-        ),
     }
 
 

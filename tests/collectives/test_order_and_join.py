@@ -129,10 +129,6 @@ def _uneven_batches(batches: list[int]) -> int:
         assert hvd.allgather_object(rank) == active
         rows = hvd.reducescatter(np.full((size, 2), rank + 1.0), op=hvd.Sum)
         assert rows.tolist() == [[sum(values)] * 2]
-        entries = torch.full((1, 2), rank + 1.0).to_sparse()
-        for op, divisor in ((hvd.Sum, 1), (hvd.Average, len(values))):
-            found = hvdp.torch.sparse_allreduce_async(entries, None, op).wait()
-            assert found.to_dense().flatten().tolist() == pytest.approx([sum(values) / divisor] * 2)
         hvd.barrier()
     last = hvd.join()
     assert hvd.allreduce(1.0, op=hvd.Sum, name="after") == size, "all take part again"

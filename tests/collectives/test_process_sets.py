@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hvdp as hvd
-from hvdp.errors import HorovodInternalError, InvalidArgumentError, MismatchError
+from hvdp.errors import InvalidArgumentError, MismatchError
 from hvdp.testing import World, worlds
 
 
@@ -222,34 +222,3 @@ def _made_of_communicators() -> None:
 
 def test_sets_may_be_made_of_communicators() -> None:
     World("mpi", 3).run(_made_of_communicators)
-
-
-def _goes_on(leaver: int, how: str) -> list[str]:
-    """One rank leaves; the two others call in a set of theirs, then all together. What that raised."""
-    hvd.init()
-    some = hvd.add_process_set([r for r in range(3) if r != leaver])
-    if hvd.rank() == leaver:
-        if how == "shutdown":
-            hvd.shutdown()
-        return []
-    said = []
-    try:
-        for _ in range(200 if leaver else 100_000):
-            assert hvd.allreduce(1.0, op=hvd.Sum, process_set=some) == 2.0
-        said.append("went on")
-        hvd.allreduce(1.0, name="all")
-    except HorovodInternalError as error:
-        said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize(("how", "told"), [("shutdown", "called hvd.shutdown()"), ("exit", "exited")])
-def test_sets_go_on_without_any_rank_but_the_first(how: str, told: str) -> None:
-    world = World("shm", 3)
-    others = ["went on", f"rank 2 {told} before it took part in allreduce 'all'"]
-    assert world.run(_goes_on, 2, how) == [others, others, []]
-    others = [
-        f"rank 0 {told}, and no call works without rank 0, not even in process sets that it is not in: "
-        "let it leave last, for example after hvd.barrier() on all ranks"
-    ]
-    assert world.run(_goes_on, 0, how) == [[], others, others]

@@ -33,11 +33,9 @@ class Allreduce(Operation):
             data: of the signature's shape, dtype and op.
         """
         self.data = data.reshape(-1)
-        self.reduction = Reduction(
-            ReduceOp[signature.op], 1, signature.prescale_factor, signature.postscale_factor
-        )
-        fault = dtype_fault(data.dtype) or reduction_fault(signature.dtype, self.reduction)
-        super().__init__(signature, error=fault)
+        op = ReduceOp[signature.op]
+        self.reduction = Reduction(op, 1, signature.prescale_factor, signature.postscale_factor)
+        super().__init__(signature, error=dtype_fault(data.dtype) or reduction_fault(signature.dtype, op))
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdp._core.arrays import check_dtype
-from hvdp._core.ops import Adasum, Average, Max, Min, Reduction
+from hvdp._core.ops import Adasum, Average, Max, Min, ReduceOp
 from hvdp.errors import InvalidArgumentError
 
 __all__ = ["dtype_fault", "reduction_fault", "root_fault"]
@@ -22,21 +22,14 @@ def dtype_fault(dtype: np.dtype[Any]) -> str:
     return ""
 
 
-def reduction_fault(dtype: str, reduction: Reduction) -> str:
-    """An op or scale factors without a meaning for a dtype."""
-    op = reduction.op
-    if (
+def reduction_fault(dtype: str, op: ReduceOp) -> str:
+    """An op without a meaning for a dtype."""
+    meaningless = (
         (op is Average and dtype == "bool")
         or (op in (Min, Max) and dtype.startswith("complex"))
         or (op is Adasum and "float" not in dtype)
-    ):
-        return f"op {op.name} has no meaning for dtype {dtype}; cast the tensor first"
-    if dtype == "bool" and (reduction.prescale != 1.0 or reduction.postscale != 1.0):
-        return (
-            "scale factors have no meaning for dtype bool; cast the tensor first. "
-            f"Received: prescale_factor {reduction.prescale}, postscale_factor {reduction.postscale}"
-        )
-    return ""
+    )
+    return f"op {op.name} has no meaning for dtype {dtype}; cast the tensor first" if meaningless else ""
 
 
 def root_fault(root_rank: Any, members: tuple[int, ...]) -> str:

@@ -31,7 +31,7 @@ class Reducescatter(Operation):
         self.data = data
         op = ReduceOp[signature.op]
         self.reduction = Reduction(op, 1, signature.prescale_factor, signature.postscale_factor)
-        error = dtype_fault(data.dtype) or reduction_fault(signature.dtype, self.reduction)
+        error = dtype_fault(data.dtype) or reduction_fault(signature.dtype, op)
         if not signature.shape:
             error = "reducescatter needs at least one dimension to scatter along. Received: a scalar"
         if op is Adasum:
