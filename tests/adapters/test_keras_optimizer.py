@@ -167,6 +167,13 @@ def _cases(folder: str) -> None:
         with pytest.raises(hvd.HvdpError, match="without a word to the other ranks"):
             model.fit(x, y, verbose=0)
 
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        parts = {".*kernel": hvd.DistributedOptimizer(keras.optimizers.SGD())}
+        parts = keras.optimizers.OptimizerMap(keras.optimizers.Adam(), parts)
+        model = model_of(layers.Dense(1), optimizer=keras.optimizers.MultiOptimizer(parts))
+        with pytest.raises(ValueError, match="as a whole"):
+            model.fit(x, y, verbose=0)
+
     # Errors say what to do.
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedOptimizer(optimizer)
