@@ -208,7 +208,9 @@ def _leave_at_exit() -> None:
     if error is None:
         _leave("exited")
     else:
-        runtime.stop(f"raised {type(error).__name__}: {error}")
+        # One line: TensorFlow's messages have hundreds, with tracebacks in them that are not the others'.
+        first = str(error).strip().partition("\n")[0]
+        runtime.stop(f"raised {type(error).__name__}: {first}")
 
 
 def _set_up_logging(level: str) -> None:

@@ -107,6 +107,7 @@ class ArrayReducer:
     Attributes:
         present: parameters that have a gradient on some rank, once `prepare` was called.
         sparse: those whose gradients are gathered as rows.
+        windows: how many have been reduced since the last time that all ranks began anew.
 
     Raises:
         MismatchError: the ranks hold different parameters.
@@ -116,6 +117,7 @@ class ArrayReducer:
         self.specs = list(specs)
         self.present: set[int] | None = None
         self.sparse: frozenset[int] = frozenset()
+        self.windows = 0
         self._store = _Arrays(self.specs)
         self.reducer = GradientReducer(self._store, self.specs, policy, fault)
         self._buckets: list[tuple[int, ...]] = []
@@ -161,7 +163,18 @@ class ArrayReducer:
         finally:
             self.reducer.after_step()
             results = self._store.taken()
+        self.windows += 1
         return results
+
+    def begin_anew(self) -> None:
+        """Forget the passes of a window that is not full: a join has used the buckets' memory.
+
+        For every rank at once.
+        """
+        self.windows = 0
+        self._passes = 0
+        self.reducer.cleared()
+        self._store.taken()
 
     def empty(self, index: int) -> Gradient:
         """Stands for a gradient that no rank has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import keras
 
@@ -13,6 +13,8 @@ from hvdp.errors import InvalidArgumentError
 from hvdp.gradients import ArrayReducer
 
 __all__ = ["Backend", "backend"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Backend(Protocol):
@@ -32,6 +34,9 @@ class Backend(Protocol):
 
     def call(self, function: Callable[[list[Array]], list[Array]], tensors: Sequence[Any]) -> list[Any]:
         """`function` on the tensors' values, now or when the program runs; alike in shapes and dtypes."""
+
+    def untraced(self, function: Function) -> Function:
+        """`function`, which a compiler calls as it is where it could not follow it."""
 
     def when(self, flag: Any, step: Callable[[], None], variables: Sequence[Any]) -> None:
         """Make the step, which changes these variables, if the flag is true."""

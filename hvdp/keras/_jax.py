@@ -12,7 +12,7 @@ from jax.experimental import io_callback
 from hvdp._core.arrays import Array
 from hvdp.gradients import ArrayReducer
 
-__all__ = ["call", "densified", "is_sparse", "reduce", "select", "when"]
+__all__ = ["call", "densified", "is_sparse", "reduce", "untraced", "when"]
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -70,9 +70,9 @@ def call(function: Callable[[list[Array]], list[Array]], tensors: Sequence[Any])
     return list(io_callback(lambda *a: function([np.array(x) for x in a]), shapes, *tensors, ordered=True))
 
 
-def select(flag: Any, new: Any, old: Any) -> Any:
-    """Arrays in any structure: the new ones if the flag is true."""
-    return jax.tree_util.tree_map(lambda n, o: jax.numpy.where(flag, n, o), new, old)
+def untraced(function: Any) -> Any:
+    """The function itself: tracing runs it, and host callbacks are all that it leaves in the program."""
+    return function
 
 
 def when(flag: Any, step: Callable[[], None], variables: Sequence[Any]) -> None:

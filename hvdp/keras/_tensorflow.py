@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from hvdp._core.arrays import Array
 from hvdp.gradients import ArrayReducer
-from hvdp.tensorflow._graph import as_array, as_written, in_order, is_symbolic
+from hvdp.tensorflow._graph import OPERATION, as_array, as_written, in_order, is_symbolic
 from hvdp.tensorflow.gradients import reduce_gradients
 
-__all__ = ["call", "densified", "is_sparse", "reduce", "when"]
+__all__ = ["call", "densified", "is_sparse", "reduce", "untraced", "when"]
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -39,8 +39,13 @@ def call(function: Callable[[list[Array]], list[Array]], tensors: Sequence[Any])
         return function([array.copy() for array in arrays])
 
     dtypes = [tensor.dtype for tensor in tensors]
-    results = in_order(lambda: tf.numpy_function(run, tensors, dtypes, name="hvdp"))
+    results = in_order(lambda: tf.numpy_function(run, tensors, dtypes, name=OPERATION))
     return [tf.ensure_shape(r, tensor.shape) for r, tensor in zip(results, tensors, strict=True)]
+
+
+def untraced(function: Any) -> Any:
+    """The function itself: tracing runs it, and host callbacks are all that it leaves in the program."""
+    return function
 
 
 def when(flag: Any, step: Callable[[], None], variables: Sequence[Any]) -> None:

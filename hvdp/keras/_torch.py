@@ -11,7 +11,7 @@ from hvdp._core.arrays import Array
 from hvdp.gradients import ArrayReducer, Rows
 from hvdp.torch._arrays import as_array, as_tensor
 
-__all__ = ["call", "densified", "is_sparse", "reduce", "when"]
+__all__ = ["call", "densified", "is_sparse", "reduce", "untraced", "when"]
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -24,7 +24,6 @@ def densified(gradient: Any) -> Any:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] | None, bool]:
     """The reduced gradients after a window's last pass: views, for the step under way only."""
     rows = {i for i, gradient in enumerate(gradients) if gradient is not None and is_sparse(gradient)}
@@ -56,11 +55,15 @@ def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] |
     return found, True
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def call(function: Callable[[list[Array]], list[Array]], tensors: Sequence[Any]) -> list[Any]:
     """`function` on copies of the tensors' values; alike in shapes and dtypes."""
     arrays = function([as_array(tensor.detach().cpu().contiguous().clone()) for tensor in tensors])
     return [as_tensor(array).to(tensor.device) for array, tensor in zip(arrays, tensors, strict=True)]
+
+
+def untraced(function: Any) -> Any:
+    """The function outside of `torch.compile`'s graphs, with all that it calls."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
 def when(flag: bool, step: Callable[[], None], variables: Sequence[Any]) -> None:

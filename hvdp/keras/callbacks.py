@@ -19,6 +19,7 @@ from hvdp._numpy import collectives
 from hvdp.basics import rank, size
 from hvdp.collectives import allgather_object, join
 from hvdp.errors import InvalidArgumentError
+from hvdp.keras.hooks import link_of
 from hvdp.keras.state import broadcast_global_variables
 from hvdp.scaling import warmup_factor
 
@@ -38,7 +39,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     """All ranks start from the variables of one, the optimizer's included, and stay together.
 
     A rank whose data ends before the others' waits at the end of its epoch while they go on,
-    averaging among themselves, and then takes over their variables.
+    averaging among themselves, and then takes over their variables. Passes that
+    `backward_passes_per_step` has not made a step of by then count for none.
 
     Args:
         root_rank: whose variables to start from.
@@ -60,9 +62,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         last = join()
         _sync(self.model)
         optimizer = self.model.optimizer
-        done = allgather_object(0 if optimizer is None else int(optimizer.iterations))
-        if len(set(done)) > 1:
+        link = link_of(optimizer)
+        steps = 0 if optimizer is None else int(optimizer.iterations)
+        if len(set(allgather_object((steps, link.windows if link else 0)))) > 1:
             broadcast_global_variables(last, self.model, self._local)
+            if link:
+                link.begin_anew()
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

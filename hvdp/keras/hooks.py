@@ -20,7 +20,7 @@ import numpy as np
 from keras import ops
 
 from hvdp._core.ops import Adasum
-from hvdp.errors import HvdpError
+from hvdp.errors import HvdpError, InvalidArgumentError
 from hvdp.keras.link import Link
 
 __all__ = ["attach", "install", "link_of", "stateless_step"]
@@ -97,13 +97,19 @@ def install() -> None:
 
     @functools.wraps(plain_make)
     def make_train_function(self: Any, force: bool = False) -> Any:
-        link = link_of(getattr(self, "optimizer", None))
+        optimizer = getattr(self, "optimizer", None)
+        link = link_of(optimizer)
         if link is None:
+            parts = {type(part).__name__: link_of(part) for part in getattr(optimizer, "optimizers", ())}
+            if any(parts.values()) and not all(parts.values()):
+                raise InvalidArgumentError(
+                    "some parts of the optimizer step on their own rank's gradients alone: "
+                    f"make it a DistributedOptimizer as a whole. Received: {' and '.join(parts)}"
+                )
             return plain_make(self, force)
         if keras.backend.backend() == "tensorflow" and self.jit_compile:
-            _log.info(
-                "training without XLA (jit_compile=False): it cannot exchange gradients with other ranks"
-            )
+            if link.process_set.rank() == 0:
+                _log.info("training without XLA (jit_compile=False): it cannot exchange gradients")
             self.jit_compile = False
             force = True
         if force or getattr(self.train_function, "__hvdp__", None) is not link:

@@ -61,6 +61,10 @@ class Link:
     reducer: ArrayReducer | None = None
     _serial: int = -1
 
+    def __post_init__(self) -> None:
+        self.reduced = backend().untraced(self.reduced)  # type: ignore[method-assign]
+        self.combined = backend().untraced(self.combined)  # type: ignore[method-assign]
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, calls that one optimizer makes of another are not ours to reduce."""
@@ -142,6 +146,16 @@ class Link:
         changes = [ops.subtract(end, start) for start, end in zip(starts, ends, strict=True)]
         totals = backend().call(adasum, changes)
         return [ops.add(start, total) for start, total in zip(starts, totals, strict=True)]
+
+    @property
+    def windows(self) -> int:
+        """How many windows this rank has reduced since `begin_anew`."""
+        return 0 if self.reducer is None else self.reducer.windows
+
+    def begin_anew(self) -> None:
+        """On all ranks: forget the passes of a window that is not full."""
+        if self.reducer is not None:
+            self.reducer.begin_anew()
 
     def _name(self) -> str:
         if self._serial < 0:

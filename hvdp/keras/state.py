@@ -9,7 +9,7 @@ import keras
 
 from hvdp._core.agreement import check_same_parameters
 from hvdp._core.buckets import ParameterSpec
-from hvdp._core.objects import broadcast_object
+from hvdp._core.objects import allgather_object
 from hvdp._core.runtime import runtime
 from hvdp._numpy import collectives
 from hvdp.keras.link import key_of
@@ -49,17 +49,14 @@ def model_variables(model: Any, local: Collection[Any] = ()) -> list[Any]:
 def broadcast_global_variables(root_rank: int, model: Any = None, local: Sequence[Any] = ()) -> None:
     """Give every rank the model's and its optimizer's variables of rank `root_rank`; collective.
 
-    An optimizer that has no state yet on some rank gets it on all where the root has it.
+    An optimizer that has no state yet gets it where any rank has some, so that all have the same.
 
     Args:
-        model: compiled and built on the root; others build theirs as it is.
+        model: compiled, and built alike on all ranks.
         local: variables that stay this rank's own.
     """
     optimizer = getattr(model, "optimizer", None)
-    has_state = broadcast_object(optimizer is not None and optimizer.built, root_rank)
-    if optimizer is not None and not optimizer.built and has_state:
+    some_have_state = any(allgather_object(optimizer is not None and optimizer.built))
+    if optimizer is not None and not optimizer.built and some_have_state:
         optimizer.build(model.trainable_variables)
-    own = None if optimizer is None or has_state else optimizer
-    # State that the root lacks starts anew: rank by rank it may have been loaded.
-    apart = [*local, *(own.variables if own is not None else ())]
-    broadcast_variables(model_variables(model, apart), root_rank)
+    broadcast_variables(model_variables(model, local), root_rank)

@@ -142,6 +142,8 @@ class Job:
             for rank in re.findall(rb"^failed (\d+)$", os.read(self._pipe, 1 << 16), re.MULTILINE):
                 if int(rank) < len(self._ranks):
                     self._blame.accuse(int(rank))
+                    for output in self.output.ranks:
+                        output.last_words.expect_end()
 
     def _hurry(self) -> bool:
         return self._stopped_by is not None or not self.loop.arrived().isdisjoint(_STOP_SIGNALS)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["PATIENCE", "LastWords"]
+__all__ = ["PATIENCE", "PATIENCE_IN_FAILURE", "LastWords"]
 
 PATIENCE = 2.0
 """Seconds without the process's end after which a traceback counts as handled: torch takes one to end."""
+
+PATIENCE_IN_FAILURE = 8.0
+"""The same once a rank has failed: TensorFlow may take several to end, and the job ends within ten."""
 
 _MOST = 1 << 20
 _STARTS = (
@@ -28,7 +31,14 @@ class LastWords:
     def __init__(self) -> None:
         self._held: list[bytes] = []
         self._bytes = 0
+        self._patience = PATIENCE
         self.deadline: float | None = None
+
+    def expect_end(self) -> None:
+        """A rank has failed, so that a traceback is probably what its process ends with."""
+        if self.deadline is not None:
+            self.deadline += PATIENCE_IN_FAILURE - self._patience
+        self._patience = PATIENCE_IN_FAILURE
 
     @property
     def lines(self) -> list[bytes]:
@@ -41,8 +51,8 @@ class LastWords:
         if not starts and self.deadline is None:
             return [line]
         if starts:
-            # A chained traceback belongs to the same words and gives the process a new second to end.
-            self.deadline = now + PATIENCE
+            # A chained traceback belongs to the same words and gives the process new time to end.
+            self.deadline = now + self._patience
         self._held.append(line)
         self._bytes += len(line)
         return self.release() if self._bytes > _MOST else []

@@ -16,7 +16,10 @@ import tensorflow as tf
 
 from hvdp._core.arrays import Array
 
-__all__ = ["after_earlier", "as_array", "as_written", "device_of", "in_order", "is_symbolic"]
+__all__ = ["OPERATION", "after_earlier", "as_array", "as_written", "device_of", "in_order", "is_symbolic"]
+
+# The name of host code in a graph: XLA's error, "unsupported operations", says it.
+OPERATION = "hvdp_needs_jit_compile_False"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

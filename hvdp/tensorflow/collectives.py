@@ -14,7 +14,7 @@ from hvdp._core.ops import Average, ReduceOp, Sum
 from hvdp.collectives import Collectives, Map, no_compression
 from hvdp.errors import InvalidArgumentError
 from hvdp.process_sets import ProcessSet, global_process_set
-from hvdp.tensorflow._graph import as_array, as_written, device_of, in_order, is_symbolic
+from hvdp.tensorflow._graph import OPERATION, as_array, as_written, device_of, in_order, is_symbolic
 
 __all__ = [
     "Compression",
@@ -90,7 +90,7 @@ class _TensorFlow:
 
     @staticmethod
     def _in_graph(function: Any, values: Sequence[Any], dtypes: list[Any]) -> list[Any]:
-        return list(in_order(lambda: tf.py_function(function, values, dtypes, name="hvdp")))
+        return list(in_order(lambda: tf.py_function(function, values, dtypes, name=OPERATION)))
 
 
 def _floating(tensor: Any) -> bool:
@@ -286,7 +286,9 @@ def alltoall(
 
         if not symbolic:
             return call(rows, wanted)
-        return list(in_order(lambda: tf.py_function(call, [rows, wanted], [rows.dtype, tf.int64])))
+        return list(
+            in_order(lambda: tf.py_function(call, [rows, wanted], [rows.dtype, tf.int64], name=OPERATION))
+        )
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def run(rows: Any) -> Any:

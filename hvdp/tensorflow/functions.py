@@ -11,7 +11,7 @@ from hvdp import collectives as generic
 from hvdp._core.runtime import runtime
 from hvdp.basics import local_rank, local_size, rank
 from hvdp.process_sets import ProcessSet, global_process_set
-from hvdp.tensorflow._graph import as_written, in_order
+from hvdp.tensorflow._graph import OPERATION, as_written, in_order
 from hvdp.tensorflow.collectives import collectives
 
 __all__ = [
@@ -53,7 +53,8 @@ def broadcast_(
     if tf.executing_eagerly():
         results = values(*tensors)
     else:
-        results = in_order(lambda: tf.py_function(values, tensors, [tensor.dtype for tensor in tensors]))
+        dtypes = [tensor.dtype for tensor in tensors]
+        results = in_order(lambda: tf.py_function(values, tensors, dtypes, name=OPERATION))
     for variable, tensor, result in zip(raw, tensors, results, strict=True):
         variable.assign(tf.ensure_shape(result, tensor.shape))
     return list(variables)
@@ -136,4 +137,4 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 def _number(ask: Callable[[], int], name: str | None) -> Any:
     if tf.executing_eagerly():
         return tf.constant(ask(), tf.int32)
-    return tf.ensure_shape(tf.py_function(ask, [], tf.int32, name=name), [])
+    return tf.ensure_shape(tf.py_function(ask, [], tf.int32, name=name or OPERATION), [])

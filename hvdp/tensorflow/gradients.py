@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdp._core.arrays import dtype_named
 from hvdp._core.buckets import ParameterSpec
 from hvdp.gradients import ArrayReducer, Rows
-from hvdp.tensorflow._graph import after_earlier, as_array, in_order, is_symbolic
+from hvdp.tensorflow._graph import OPERATION, after_earlier, as_array, in_order, is_symbolic
 
 __all__ = ["reduce_gradients", "spec_of"]
 
@@ -88,7 +88,7 @@ def _in_graph(
         own = tf.as_dtype(reducer.specs[index].dtype)
         dtypes += [tf.int64, own] if index in reducer.sparse else [own]
     with tf.control_dependencies(started):
-        arrays = in_order(lambda: tf.numpy_function(finish, [], dtypes, name="hvdp_reduced_gradients"))
+        arrays = in_order(lambda: tf.numpy_function(finish, [], dtypes, name=OPERATION))
     return _found(reducer, wanted, arrays, len(gradients)), tf.ensure_shape(arrays[0], [])
 
 
@@ -110,7 +110,7 @@ def _giving(reducer: ArrayReducer, members: list[int], gradients: Sequence[Any])
         )
         return np.bool_(True)
 
-    return tf.numpy_function(give, parts, tf.bool, name="hvdp_gradients_need_jit_compile_False")
+    return tf.numpy_function(give, parts, tf.bool, name=OPERATION)
 
 
 def _found(reducer: ArrayReducer, wanted: list[int], arrays: list[Any], count: int) -> list[Any]:

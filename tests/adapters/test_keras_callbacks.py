@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,19 @@ def _cases() -> None:
     expected = size + 0.9 * 0.5 - rate * 2 * size
     np.testing.assert_allclose(_weight(model), expected, rtol=1e-5)
 
+    # Whoever has optimizer state or none, the root's or a fresh one is everybody's.
+    for built in (0, size - 1):
+        model = _model(0.01 * (rank + 1), 0.9, value=rank + 1.0)
+        if rank == built:
+            model.optimizer.build(model.trainable_variables)
+            model.optimizer.momentums[0].assign([[0.5 + rank]])
+            model.optimizer.iterations.assign(5 + rank)
+        hvd.broadcast_global_variables(0, model)
+        own = [float(keras.ops.convert_to_numpy(v).item()) for v in model.optimizer.variables]
+        wanted = [5.0, 0.01, 0.5] if built == 0 else [0.0, 0.01, 0.0]
+        np.testing.assert_allclose(own, wanted, rtol=1e-5)
+        assert _weight(model) == 1
+
     # Metrics: means over ranks, or of all samples.
     model = _model(0.0)
     own = (rank + 1) * 2  # samples
@@ -102,14 +117,14 @@ def _cases() -> None:
 
     whole = Rates()
     model = _model(peak)
-    model.fit(ones, ones, epochs=6, callbacks=[*schedule(), whole], **fit)
+    model.fit(ones, ones, epochs=9, callbacks=[*schedule(), whole], **fit)
     wanted = [peak / size * (1 + (size - 1) * (i + 1) / 8) for i in range(8)] + [peak] * 4 + [peak / 2] * 4
-    wanted += [peak * 0.1 * (4 + i / 4) for i in range(8)]
+    wanted += [peak * 0.1 * (4 + i / 4) for i in range(20)]
     np.testing.assert_allclose(whole.seen, wanted, rtol=1e-5)
-    for start in (1, 2, 3, 5):
+    for start in (1, 3, 7):
         resumed = Rates()
         model.optimizer.learning_rate = peak
-        model.fit(ones, ones, epochs=6, initial_epoch=start, callbacks=[*schedule(), resumed], **fit)
+        model.fit(ones, ones, epochs=9, initial_epoch=start, callbacks=[*schedule(), resumed], **fit)
         np.testing.assert_allclose(resumed.seen, wanted[4 * start :], rtol=1e-5)
 
     # Momentum correction: the buffer, -rate * gradient, is scaled as the rate is.
@@ -134,6 +149,18 @@ def _cases() -> None:
     )
     assert history.epoch == [0, 1, 2]
 
+    class Mine(keras.callbacks.Callback):
+        """A metric that stops getting better on the last rank alone."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["mine"] = 9.0 if hvd.rank() == hvd.size() - 1 and epoch > 1 else 9.0 - epoch
+
+    early = keras.callbacks.EarlyStopping("mine", mode="min", patience=1)
+    history = model.fit(
+        ones, ones, epochs=9, callbacks=[Mine(), early, hvd.callbacks.StopTogetherCallback()], **fit
+    )
+    assert history.epoch == [0, 1, 2]
+
     # Different numbers of batches: the others go on, and all end with the same weights.
     model = _model(0.1)
     own = 2 * (rank + 1)
@@ -146,10 +173,12 @@ def _cases() -> None:
     np.testing.assert_allclose(_weight(model), weight, rtol=1e-5)
 
     # Only rank 0 writes its best model.
-    best = hvd.callbacks.BestModelCheckpoint("loss", filepath=f"{hvd.broadcast_object(_folder())}/best.keras")
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp(prefix="keras-best-") if rank == 0 else None))
+    best = hvd.callbacks.BestModelCheckpoint("loss", filepath=folder / f"best.{rank}.keras")
     model.fit(ones, ones, callbacks=[best], **fit)
     hvd.barrier()
-    loaded = hvd.load_model(best.filepath)
+    assert [file.name for file in folder.iterdir()] == ["best.0.keras"]
+    loaded = hvd.load_model(folder / "best.0.keras")
     np.testing.assert_allclose(_weight(loaded), _weight(model), rtol=1e-6)
     loaded.fit(ones, ones * rank, **fit)
     np.testing.assert_allclose(hvd.allgather(np.array([_weight(loaded)])), _weight(loaded))
@@ -191,14 +220,9 @@ def _cases() -> None:
         np.testing.assert_array_equal(np.sort(hvd.allgather(mine)), np.arange(4 * size))
 
 
-def _folder() -> str:
-    import tempfile
-
-    return tempfile.mkdtemp(prefix="keras-best-")
-
-
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
-def test_callbacks(backend: str) -> None:
+def test_callbacks(backend: str, size: int) -> None:
     pytest.importorskip(backend, reason=f"{backend} is not installed")
-    run_ranks(_cases, 2, env={**QUIET, "KERAS_BACKEND": backend}, timeout=200)
+    run_ranks(_cases, size, env={**QUIET, "KERAS_BACKEND": backend}, timeout=200)

@@ -97,6 +97,12 @@ def _cases(folder: str) -> None:
     model.train_on_batch(x, y)
     np.testing.assert_allclose(-weights(model)[0][0, 0], ranks.mean(), rtol=1e-3)
 
+    for policy in ("mixed_bfloat16", "bfloat16", "float16"):
+        keras.config.set_dtype_policy(policy)
+        np.testing.assert_allclose(moved().astype("float32"), ranks.mean())
+        np.testing.assert_allclose(moved(op=hvd.Sum).astype("float32"), ranks.sum())
+    keras.config.set_dtype_policy("float32")
+
     # Saved as what it was, custom classes too; loaded without hvdp, and with it.
     @keras.saving.register_keras_serializable("mine")
     class Halving(keras.optimizers.SGD):
@@ -135,19 +141,38 @@ def _cases(folder: str) -> None:
     np.testing.assert_allclose(-weights(model)[0][0, 0], rank + 1 + ranks.mean())
 
     # What never reduces is found out.
-    class Bypassing(keras.Sequential):
-        def train_step(self, *args: Any) -> Any:
-            # As a step that calls the optimizer's inner methods itself.
-            self.optimizer.__dict__["_hvdp"].inside = True
-            try:
-                return super().train_step(*args)
-            finally:
-                self.optimizer.__dict__["_hvdp"].inside = False
+    zero = keras.ops.zeros(())
 
-    model = Bypassing([layers.Input((2,)), layers.Dense(1)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), "mse")
-    with pytest.raises(hvd.HvdpError, match="without a word to the other ranks"):
-        model.fit(x, y, verbose=0)
+    def by_hand(self: Any, *args: Any) -> Any:
+        """As a step that changes weights itself."""
+        if keras.backend.backend() == "jax":
+            (trainable, *others), _ = args
+            return {"loss": zero}, ([value - 0.1 for value in trainable], *others)
+        for variable in self.trainable_variables:
+            variable.assign(variable - 0.1)
+        return {"loss": zero}
+
+    def past_apply(self: Any, *args: Any) -> Any:
+        """As a step that calls the optimizer's inner methods."""
+        self.optimizer.__dict__["_hvdp"].inside = True
+        try:
+            return keras.Sequential.train_step(self, *args)
+        finally:
+            self.optimizer.__dict__["_hvdp"].inside = False
+
+    for step in (by_hand, past_apply):
+        bypassing = type("Bypassing", (keras.Sequential,), {"train_step": step})
+        model = bypassing([layers.Input((2,)), layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), "mse")
+        with pytest.raises(hvd.HvdpError, match="without a word to the other ranks"):
+            model.fit(x, y, verbose=0)
+
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        parts = {".*kernel": hvd.DistributedOptimizer(keras.optimizers.SGD())}
+        parts = keras.optimizers.OptimizerMap(keras.optimizers.Adam(), parts)
+        model = model_of(layers.Dense(1), optimizer=keras.optimizers.MultiOptimizer(parts))
+        with pytest.raises(ValueError, match="as a whole"):
+            model.fit(x, y, verbose=0)
 
     # Errors say what to do.
     with pytest.raises(ValueError, match="already"):
@@ -162,7 +187,36 @@ def _cases(folder: str) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
-def test_optimizer(backend: str, tmp_path: Any) -> None:
+def test_optimizer(backend: str, size: int, tmp_path: Any) -> None:
     pytest.importorskip(backend, reason=f"{backend} is not installed")
-    run_ranks(_cases, 2, str(tmp_path), env={**QUIET, "KERAS_BACKEND": backend}, timeout=200)
+    run_ranks(_cases, size, str(tmp_path), env={**QUIET, "KERAS_BACKEND": backend}, timeout=200)
+
+
+def _compiled_by_torch() -> None:
+    import functools
+
+    import keras
+    import numpy as np
+    import torch
+
+    import hvdp.keras as hvd
+
+    hvd.init()
+    # The graphs that it would make C++ of, for which it needs a compiler.
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.layers.Input((2,)), dense])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    model.compile(optimizer, lambda y, prediction: keras.ops.sum(prediction, axis=-1), jit_compile=True)
+    x = np.full((4, 2), hvd.rank() + 1.0, "float32")
+    for step in (1, 2):
+        model.train_on_batch(x, x[:, :1])
+        np.testing.assert_allclose(model.get_weights()[0], -step * (1 + hvd.size()) / 2)
+
+
+@pytest.mark.timeout(240)
+def test_torch_compile_leaves_the_reduction_out_of_its_graphs() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    run_ranks(_compiled_by_torch, 2, env={**QUIET, "KERAS_BACKEND": "torch"}, timeout=200)

@@ -51,7 +51,7 @@ def _cases() -> None:
                 first, second = call(**options)
                 assert isinstance(second, tf.IndexedSlices) != options.get("sparse_as_dense", False)
                 np.testing.assert_allclose(first, [ranks.sum() * factor] * 2)
-                np.testing.assert_allclose(dense(second), sums * factor, rtol=1e-6)
+                np.testing.assert_allclose(dense(second), sums * factor, rtol=1e-3)  # float16 rounds
                 kept.append(first)
             np.testing.assert_allclose(kept[0], kept[1])  # results may be kept
 
@@ -121,5 +121,6 @@ def _cases() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_training() -> None:
-    run_ranks(_cases, 2, env=QUIET, timeout=150)
+@pytest.mark.parametrize("size", [2, 3])
+def test_training(size: int) -> None:
+    run_ranks(_cases, size, env=QUIET, timeout=150)

@@ -74,6 +74,29 @@ if rank == 2:
     assert running.err.index("[2]<stderr>:LookupError: another story") < len(running.err) - 4
 
 
+def test_a_process_that_ends_slowly_has_its_last_words_last(start, how) -> None:
+    # As TensorFlow's may, long after its traceback.
+    body = """
+import traceback
+if rank == 0:
+    os.write(place.supervisor_fd, b"failed 1\\n")
+try:
+    raise ValueError("mine") if rank == 1 else HorovodInternalError("rank 1 raised ValueError")
+except Exception:
+    traceback.print_exc()
+time.sleep(2.8)
+os._exit(1)
+"""
+    running = start(body, flags=how)
+    assert running.end() == 1
+    assert running.err[0] == "[0]<stderr>:stopped by the failure of rank 1"
+    assert running.stderr.count(b"Traceback") == 1
+    assert running.err[-2:] == [
+        "[1]<stderr>:ValueError: mine",
+        "hvdprun: rank 1 of 2 failed: exited with status 1",
+    ]
+
+
 def test_a_rank_that_left_early_with_zero_is_not_blamed(start) -> None:
     body = """
 if rank == 0:
