@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hvdp import sharding
 from hvdp._core.arrays import Array
+from hvdp.epochs import watch
 from hvdp.errors import InvalidArgumentError
 from hvdp.process_sets import ProcessSet, global_process_set
 from hvdp.sharding import Partition, Shard, ShardOptions, agreed_partition
@@ -38,6 +39,16 @@ class ShardedIterable(IterableDataset[Any]):
         # Workers may end after every epoch, so they count in memory that is not theirs alone.
         self._epochs = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64)
         self._epochs.share_memory_()  # type: ignore[no-untyped-call]
+        self.set_epoch(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The one that the next iteration is of: what a checkpoint has to remember."""
+        # The first worker starts before the others.
+        return int(self._epochs[:2].max())
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -122,7 +133,9 @@ def shard(
     known = hasattr(data, "__iter__") and not isinstance(data, Mapping)
     fault = "" if known else f"needs a dataset, a tensor or an iterable. Received: {type(data).__name__}"
     partition = agreed_partition(None, bool(shuffle), seed, epoch, drop_last, pad, process_set, fault)
-    return ShardedIterable(data, partition, epoch)
+    sharded = ShardedIterable(data, partition, epoch)
+    watch(sharded, process_set.number())
+    return sharded
 
 
 def _is_map_style(data: Any) -> bool:
