@@ -68,6 +68,13 @@ class ShardedIterable(IterableDataset[Any]):
         yield from self.partition.pick(self.data, number, workers)
 
 
+class _SizedIterable(ShardedIterable):
+    """Of data that knows its length. A class of its own: to have `__len__` is to be asked for it."""
+
+    def __len__(self) -> int:
+        return self.partition.count(len(self.data))
+
+
 @overload
 def shard(data: int, **options: Unpack[ShardOptions]) -> Shard: ...
 @overload
@@ -133,7 +140,8 @@ def shard(
     known = hasattr(data, "__iter__") and not isinstance(data, Mapping)
     fault = "" if known else f"needs a dataset, a tensor or an iterable. Received: {type(data).__name__}"
     partition = agreed_partition(None, bool(shuffle), seed, epoch, drop_last, pad, process_set, fault)
-    sharded = ShardedIterable(data, partition, epoch)
+    kind = _SizedIterable if hasattr(data, "__len__") else ShardedIterable
+    sharded = kind(data, partition, epoch)
     watch(sharded, process_set.number())
     return sharded
 

@@ -83,6 +83,21 @@ def iterables() -> None:
     assert _everybodys(list(hvd.shard(iter(range(7)), pad=False))) == list(range(7))
 
 
+class Counted(Letters):
+    def __len__(self) -> int:
+        return 11
+
+
+def iterables_with_a_length() -> None:
+    _start()
+    for options in ({}, {"drop_last": True}, {"pad": False}):
+        loader = DataLoader(hvd.shard(Counted(), **options), batch_size=2)
+        assert len(list(loader)) == len(loader)
+        assert len(loader.dataset) == len(list(hvd.shard(Counted(), **options)))
+    with pytest.raises(TypeError):
+        len(DataLoader(hvd.shard(Letters())))
+
+
 def tensors() -> None:
     rank, size = _start()
     rows = torch.arange(22).reshape(11, 2)
@@ -177,6 +192,7 @@ def _run_all() -> None:
     tensors()
     refuses()
     iterables()
+    iterables_with_a_length()
     epochs_of_one_rank_alone()
     epochs_that_need_not_agree()
 
