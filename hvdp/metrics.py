@@ -128,9 +128,7 @@ class Accuracy(_Ratio):
             above it. 0.5 for probabilities, 0.0 for logits.
     """
 
-    def __init__(
-        self, process_set: ProcessSet = global_process_set, threshold: float | None = None
-    ) -> None:
+    def __init__(self, process_set: ProcessSet = global_process_set, threshold: float | None = None) -> None:
         super().__init__(process_set)
         self._threshold = threshold
 
