@@ -12,17 +12,25 @@ Values are numbers, arrays, or tensors that NumPy can take; sums are in float64.
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from hvdp._core.arrays import Array
+from hvdp._core.objects import allgather_object
 from hvdp._core.ops import Sum as _Sum
+from hvdp._core.runtime import runtime
 from hvdp._numpy import collectives
-from hvdp.errors import InvalidArgumentError
+from hvdp.errors import InvalidArgumentError, MismatchError
 from hvdp.process_sets import ProcessSet, global_process_set
 
 __all__ = ["Accuracy", "Mean", "MeanSquaredError", "Sum"]
+
+
+_serials: WeakKeyDictionary[ProcessSet, count[int]] = WeakKeyDictionary()
+"""Numbers the metrics of each process set, whose members make the same ones."""
 
 
 class _Accumulator:
@@ -34,6 +42,7 @@ class _Accumulator:
 
     def __init__(self, process_set: ProcessSet = global_process_set) -> None:
         self._process_set = process_set
+        self._serial = next(_serials.setdefault(process_set, count()))
         self.reset()
 
     def reset(self) -> None:
@@ -56,9 +65,25 @@ class _Accumulator:
         self._sums += (numbers[counted] * weights[counted]).sum(), weights.sum()
 
     def _totals(self) -> tuple[float, float]:
-        """Of all ranks; collective."""
-        total = collectives.allreduce(self._sums, name="metrics", op=_Sum, process_set=self._process_set)
-        return float(total[0]), float(total[1])
+        """Of all ranks; collective.
+
+        Raises:
+            MismatchError: other ranks compute another metric; on every rank.
+        """
+        number = float(self._serial)
+        own = np.array([*self._sums, 1.0, number, number**2])
+        total = collectives.allreduce(own, name="metrics", op=_Sum, process_set=self._process_set)
+        numerator, weight, ranks, numbers, squares = total.tolist()
+        # The numbers' variance: a name for each metric would let ranks wait for one another instead.
+        if ranks * squares != numbers**2:
+            told = (runtime.require("metrics").rank, f"{type(self).__name__} {self._serial}")
+            everybodys = allgather_object(told, "metrics.order", self._process_set.number())
+            raise MismatchError(
+                "the ranks compute different metrics (by the order in which they were made): "
+                f"{', '.join(f'rank {rank} has {theirs}' for rank, theirs in everybodys)}. "
+                "All ranks must make metrics, and call compute(), in the same order."
+            )
+        return numerator, weight
 
 
 class _Ratio(_Accumulator):
@@ -95,18 +120,43 @@ class Sum(_Accumulator):
 
 
 class Accuracy(_Ratio):
-    """The share of predictions that are right."""
+    """The share of predictions that are right.
+
+    Args:
+        process_set: the ranks whose samples count; only they call `compute`.
+        threshold: for two classes, where a prediction is one number a sample: the class is 1
+            above it. 0.5 for probabilities, 0.0 for logits.
+    """
+
+    def __init__(self, process_set: ProcessSet = global_process_set, threshold: float | None = None) -> None:
+        super().__init__(process_set)
+        self._threshold = threshold
 
     def update(self, predictions: Any, targets: Any, weight: Any = 1.0) -> None:
         """Compare predictions with targets.
 
         Args:
-            predictions: as `targets`; or with one more dimension, the last, of scores for each class.
+            predictions: class numbers as `targets`, or with one more dimension, the last, of
+                scores for each class. With a threshold one score a sample, shaped as `targets`
+                or with one more dimension of 1.
             targets: class numbers.
             weight: one number or one a sample, 0 or false for padding.
+
+        Raises:
+            InvalidArgumentError: shapes that do not match, or one score a sample and no threshold.
         """
         found, wanted = _numbers(predictions), _numbers(targets)
-        if found.ndim == wanted.ndim + 1:
+        scores = found.ndim == wanted.ndim + 1
+        single = scores and found.shape[-1] == 1
+        if self._threshold is not None:
+            found = found[..., 0] if single else found
+            found = np.where(found > self._threshold, 1.0, 0.0)
+        elif single or (not scores and (np.isfinite(found) & (found != np.floor(found))).any()):
+            raise InvalidArgumentError(
+                "Accuracy needs a threshold where predictions are one score a sample: threshold=0.5 "
+                f"for probabilities, 0.0 for logits. Received: {found.shape} for targets of {wanted.shape}"
+            )
+        elif scores:
             found = found.argmax(axis=-1).astype(np.float64)
         self._add(_alike("Accuracy", found, wanted)[0] == wanted, weight)
 

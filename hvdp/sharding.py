@@ -17,6 +17,7 @@ import numpy as np
 from hvdp._core.arrays import Array
 from hvdp._core.objects import allgather_object
 from hvdp._core.runtime import runtime
+from hvdp.epochs import watch
 from hvdp.errors import InvalidArgumentError, MismatchError
 from hvdp.process_sets import ProcessSet, global_process_set
 
@@ -86,7 +87,7 @@ class Shard:
     """The indices of this rank; iterating gives an epoch's, and the next time the next epoch's.
 
     A sampler for a torch DataLoader, and a plain iterable of ints. All ranks iterate it
-    equally often, so their epochs stay in step by themselves.
+    equally often, so their epochs stay in step by themselves (`hvdp.epochs` looks after that).
 
     Args:
         length: how many elements there are on all ranks together.
@@ -202,6 +203,7 @@ def shard(
         return Stream(data, partition)
     indices = Shard(length, partition, seed, shuffle, epoch)
     if kind == "length":
+        watch(indices, process_set.number())
         return indices
     if kind == "array":
         return data[indices.indices(epoch)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hvdp._core import submit
 from hvdp._core.compression import Compressor, NoCompressor
@@ -238,9 +239,11 @@ class Reductions(OnTensors[T]):
         self, compression: Compressor, tensors: Sequence[T], forward: Map[T], backward: Map[T]
     ) -> list[T]:
         """`forward` on compressed tensors, with `backward` as its gradient."""
-        pairs = [compression.compress(tensor) for tensor in tensors]
-        results = self._tensors.with_gradient(forward, backward, [small for small, _ in pairs])
-        contexts = [context for _, context in pairs]
+        pairs = [_compressed(compression, tensor) for tensor in tensors]
+        values, contexts = [small for small, _ in pairs], [context for _, context in pairs]
+        if any(isinstance(value, Exception) for value in values):
+            return forward(values)
+        results = self._tensors.with_gradient(forward, backward, values)
         return [compression.decompress(r, c) for r, c in zip(results, contexts, strict=True)]
 
     def _gathered_gradients(
@@ -293,6 +296,15 @@ class Reductions(OnTensors[T]):
             return operation
 
         return build
+
+
+def _compressed(compression: Compressor, tensor: Any) -> tuple[Any, Any]:
+    """What the compressor makes of the tensor; an exception in its place is told to every rank."""
+    try:
+        small, context = compression.compress(tensor)
+    except Exception as error:  # noqa: BLE001 - users write their own
+        return error, None
+    return small, context
 
 
 def _linear(average: bool | None, op: int | None) -> ReduceOp:

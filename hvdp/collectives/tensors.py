@@ -89,8 +89,14 @@ class OnTensors(Generic[T]):
 
     @staticmethod
     def _described(kind: Kind, tensor: T, options: Options, build: Build[T]) -> Operation:
-        """What `build` returns; where it finds an argument wrong, an operation that tells everybody."""
+        """What `build` returns; where it finds an argument wrong, an operation that tells everybody.
+
+        Args:
+            tensor: or the exception to tell, where none could be made.
+        """
         try:
+            if isinstance(tensor, Exception):
+                raise tensor
             return build(tensor, options)
         except InvalidArgumentError as error:
             fault = str(error)

@@ -315,10 +315,14 @@ def _gathered_slices(
 ) -> Any:
     if op not in (Average, Sum):
         raise InvalidArgumentError(f"IndexedSlices can be reduced by Average and Sum. Received: op {op.name}")
-    factor /= process_set.size() if op is Average else 1
-    values, indices = (
-        allgather(part, None if name is None else f"{name}.{what}", process_set=process_set)
-        for part, what in ((slices.values, "values"), (slices.indices, "indices"))
+    values = allgather(slices.values, None if name is None else f"{name}.values", process_set=process_set)
+    # Of no rows: nothing travels, but the ranks compare the shape. And ranks that have joined do not count.
+    shape = [0] if slices.dense_shape is None else tf.concat([[0], tf.cast(slices.dense_shape, tf.int32)], 0)
+    entries = [slices.indices, tf.zeros(shape, tf.uint8), tf.ones([1], tf.int64)]
+    indices, _, ranks = collectives.grouped_allgather(
+        entries, None if name is None else f"{name}.entries", process_set
     )
-    values = values * tf.cast(factor, values.dtype) if factor != 1.0 else values
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    if op is Average or factor != 1.0:
+        count = tf.cast(tf.reduce_sum(ranks), tf.float64) if op is Average else 1.0
+        values = values * tf.cast(factor / count, values.dtype)
+    return tf.IndexedSlices(values, _any_rows(indices, slices.indices), slices.dense_shape)

@@ -9,12 +9,17 @@ import torch
 from hvdp._core.arrays import Array
 from hvdp.errors import InvalidArgumentError
 
-__all__ = ["as_array", "as_tensor", "dtype_name", "workspace", "write_back"]
+__all__ = ["as_array", "as_tensor", "device_of", "dtype_name", "workspace", "write_back"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """As NumPy and ml_dtypes spell it: "float32", "bfloat16", ..."""
     return str(dtype).removeprefix("torch.")
+
+
+def device_of(tensor: object) -> str:
+    """The kind of device, as "cpu" or "cuda"; "cpu" where it is no tensor, which is an error later."""
+    return tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"
 
 
 def as_array(tensor: torch.Tensor) -> Array:

@@ -9,7 +9,7 @@ import torch
 from hvdp._core.arrays import Array
 from hvdp._core.compression import CastCompressor
 from hvdp.collectives import Collectives, Map, no_compression
-from hvdp.torch._arrays import as_array, as_tensor, workspace, write_back
+from hvdp.torch._arrays import as_array, as_tensor, device_of, workspace, write_back
 
 __all__ = ["Compression", "collectives"]
 
@@ -31,7 +31,7 @@ class _Torch:
         return write_back(tensor, as_tensor(array))
 
     def device(self, tensor: torch.Tensor) -> str:
-        return tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"
+        return device_of(tensor)
 
     def with_gradient(
         self, forward: Map[torch.Tensor], backward: Map[torch.Tensor], tensors: list[torch.Tensor]

@@ -11,6 +11,7 @@ import torch
 from hvdp._core.config import Config
 from hvdp._core.runtime import runtime
 from hvdp.consistency import Entry, digest, find_drift
+from hvdp.epochs import check_epochs
 from hvdp.errors import InvalidArgumentError, MismatchError
 from hvdp.process_sets import ProcessSet, global_process_set
 
@@ -27,7 +28,7 @@ def check_consistency(
     optimizer: torch.optim.Optimizer | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Raise if parameters differ between ranks, be it in one bit; collective.
+    """Raise if parameters differ between ranks, be it in one bit, or epochs of shards; collective.
 
     Every value is hashed where it is, and 8 bytes for each are exchanged. Buffers are left
     out: running statistics differ by nature (see `average_buffers`).
@@ -44,6 +45,7 @@ def check_consistency(
         entries += _optimizer(optimizer, _names(model))
     watch = getattr(optimizer, "_drift", None)
     _require("check_consistency", entries, process_set.number(), watch.step if watch else 0)
+    check_epochs("check_consistency", process_set.number())
 
 
 def _require(what: str, entries: list[Entry], process_set: int, step: int) -> None:
@@ -55,6 +57,8 @@ def _require(what: str, entries: list[Entry], process_set: int, step: int) -> No
 
 class DriftWatch:
     """Looks at a DistributedOptimizer's parameters at its first step, and every so many steps.
+
+    Also at whether the ranks are in the same epoch of their shards.
 
     Args:
         optimizer: a DistributedOptimizer; keeps the watch.
@@ -99,8 +103,12 @@ class DriftWatch:
             self._joins, self._since = runtime.joins, 0
         self.step += 1
         self._since += 1
-        if self._every and self._since % self._every == 0:
+        every = bool(self._every) and self._since % self._every == 0
+        if every:
             _require(f"{self._name}.every", _parameters(_named(optimizer)), self._process_set, self.step)
+        # Unasked after steps 1, 2, 4, 8, ...: soon enough, and in the end for nothing.
+        if every or self._since & (self._since - 1) == 0:
+            check_epochs(self._name, self._process_set)
 
 
 def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hvdp import sharding
 from hvdp._core.arrays import Array
+from hvdp.epochs import watch
 from hvdp.errors import InvalidArgumentError
 from hvdp.process_sets import ProcessSet, global_process_set
 from hvdp.sharding import Partition, Shard, ShardOptions, agreed_partition
@@ -40,6 +41,16 @@ class ShardedIterable(IterableDataset[Any]):
         self._epochs.share_memory_()  # type: ignore[no-untyped-call]
         self.set_epoch(epoch)
 
+    @property
+    def epoch(self) -> int:
+        """The one that the next iteration is of: what a checkpoint has to remember."""
+        # The first worker starts before the others.
+        return int(self._epochs[:2].max())
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be of this epoch, after a checkpoint; else never needed."""
         self._epochs.fill_(epoch)
@@ -55,6 +66,13 @@ class ShardedIterable(IterableDataset[Any]):
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
         yield from self.partition.pick(self.data, number, workers)
+
+
+class _SizedIterable(ShardedIterable):
+    """Of data that knows its length. A class of its own: to have `__len__` is to be asked for it."""
+
+    def __len__(self) -> int:
+        return self.partition.count(len(self.data))
 
 
 @overload
@@ -122,7 +140,10 @@ def shard(
     known = hasattr(data, "__iter__") and not isinstance(data, Mapping)
     fault = "" if known else f"needs a dataset, a tensor or an iterable. Received: {type(data).__name__}"
     partition = agreed_partition(None, bool(shuffle), seed, epoch, drop_last, pad, process_set, fault)
-    return ShardedIterable(data, partition, epoch)
+    kind = _SizedIterable if hasattr(data, "__len__") else ShardedIterable
+    sharded = kind(data, partition, epoch)
+    watch(sharded, process_set.number())
+    return sharded
 
 
 def _is_map_style(data: Any) -> bool:

@@ -12,7 +12,7 @@ from hvdp._core.ops import Average, Kind, ReduceOp, Sum
 from hvdp._core.submit import Options
 from hvdp.errors import InvalidArgumentError
 from hvdp.process_sets import ProcessSet, global_process_set
-from hvdp.torch._arrays import as_array, as_tensor
+from hvdp.torch._arrays import as_array, as_tensor, device_of
 
 __all__ = ["sparse_allreduce_async"]
 
@@ -36,7 +36,7 @@ def sparse_allreduce_async(
         MismatchError: likewise: the ranks' shapes, dtypes or numbers of sparse dimensions differ.
     """
     options = [
-        Options(f"{name}{what}" if name else None, process_set.number(), _device(tensor))
+        Options(f"{name}{what}" if name else None, process_set.number(), device_of(tensor))
         for what in ("", ".indices", ".values", ".ranks")
     ]
     try:
@@ -65,7 +65,3 @@ def sparse_allreduce_async(
         return total / int(ranks) if resolved is Average else total
 
     return submit.grouped(operations).then(finish)
-
-
-def _device(tensor: torch.Tensor) -> str:
-    return tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"

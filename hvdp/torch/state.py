@@ -43,7 +43,7 @@ def broadcast_parameters(
                 tensors[name] = value
             elif isinstance(params, MutableMapping):
                 others.append(name)
-    except (TypeError, ValueError):
+    except Exception:  # noqa: BLE001 - an iterable of any kind
         fault = f"params must be a state_dict or (name, tensor) pairs. Received: {type(params).__name__}"
     specs = [
         ParameterSpec(name, tuple(value.shape), dtype_name(value.dtype), value.element_size())
@@ -99,36 +99,40 @@ def broadcast_optimizer_state(
 
     Raises:
         MismatchError: the ranks' parameter groups differ; on every rank.
+        InvalidArgumentError: state cannot be taken apart or put together; on every rank.
     """
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
-    tensors: list[torch.Tensor] = []
-    outline = None
-    if runtime.require("broadcast_optimizer_state").rank == root_rank:
-        sizes = [len(group["params"]) for group in groups]
-        options = [
-            _outline({key: value for key, value in group.items() if key != "params"}, _first(group), tensors)
-            for group in groups
-        ]
-        states = [_outline(optimizer.state.get(parameter), parameter, tensors) for parameter in parameters]
-        # Some optimizers keep what belongs to no parameter under names.
-        common = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
-        outline = (sizes, options, states, _outline(common, None, tensors))
-    label = f"optimizer_state.{runtime.serial('optimizer_state')}"
-    sizes, options, states, common = broadcast_object(outline, root_rank, f"{label}.outline")
     own = [len(group["params"]) for group in groups]
-    if outline is None and own == sizes:
-        options = [_fill(o, _first(group), tensors) for o, group in zip(options, groups, strict=True)]
-        states = [
-            _fill(state, parameter, tensors) for state, parameter in zip(states, parameters, strict=True)
-        ]
-        common = _fill(common, None, tensors)
+    tensors: list[torch.Tensor] = []
+    is_root = runtime.require("broadcast_optimizer_state").rank == root_rank
+    outline, fault = None, ""
+    if is_root:
+        try:
+            options = [_outline(_options(group), _first(group), tensors) for group in groups]
+            states = [_outline(optimizer.state.get(p), p, tensors) for p in parameters]
+            # Some optimizers keep what belongs to no parameter under names.
+            common = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+            outline = (own, options, states, _outline(common, None, tensors))
+        except Exception as error:  # noqa: BLE001 - state may be of any class
+            fault = f"{type(error).__name__}: {error}"
+    label = f"optimizer_state.{runtime.serial('optimizer_state')}"
+    outline = broadcast_object(outline, root_rank, f"{label}.outline")
+    if outline is not None and not is_root and own == outline[0]:
+        try:
+            _, options, states, common = outline
+            options = [_fill(o, _first(group), tensors) for o, group in zip(options, groups, strict=True)]
+            states = [_fill(state, p, tensors) for state, p in zip(states, parameters, strict=True)]
+            common = _fill(common, None, tensors)
+        except Exception as error:  # noqa: BLE001 - likewise, or there is no memory
+            fault = f"{type(error).__name__}: {error}"
     check_same_parameters(
         "broadcast_optimizer_state",
         [ParameterSpec(f"group {i}", (count,), "parameters", 0) for i, count in enumerate(own)],
+        fault,
     )
     _broadcast_all(tensors, root_rank, label)
-    if outline is not None:
+    if is_root:
         return
     for group, new in zip(groups, options, strict=True):
         members = group["params"]
@@ -156,7 +160,7 @@ def _outline(value: Any, parameter: torch.Tensor | None, tensors: list[torch.Ten
     if isinstance(value, dict):
         return {key: _outline(item, parameter, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_outline(item, parameter, tensors) for item in value])
+        return _like(value, [_outline(item, parameter, tensors) for item in value])
     return value
 
 
@@ -173,8 +177,17 @@ def _fill(value: Any, parameter: torch.Tensor | None, tensors: list[torch.Tensor
     if isinstance(value, dict):
         return {key: _fill(item, parameter, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_fill(item, parameter, tensors) for item in value])
+        return _like(value, [_fill(item, parameter, tensors) for item in value])
     return value
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    """The items in a list, tuple or named tuple as `value`."""
+    return getattr(type(value), "_make", type(value))(items)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _first(group: dict[str, Any]) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,14 +14,19 @@ from hvdp.torch.rates import recorded_factor
 
 __all__ = ["WarmupLR"]
 
+_MORE = 1.1
+"""Times the initial rate, without our factor: CosineAnnealingLR's eta_min may make it a little more."""
+
 
 class WarmupLR(LRScheduler):
     """Lets scaled rates grow from what they were before scaling, in equal steps.
 
     A rate is multiplied by `hvdp.scaling.warmup_factor`. It multiplies what it finds, so it
-    combines with other schedulers as they combine among themselves: in a ChainedScheduler, in
-    a SequentialLR, or simply stepped one after the other. The length is in epochs, so jobs
-    with different numbers of ranks are at the same place of the ramp at the same epoch.
+    combines with schedulers that do so too (StepLR, ExponentialLR, CosineAnnealingLR, ...): in
+    a ChainedScheduler, or simply stepped one after the other. Those that set rates outright
+    (LambdaLR, CyclicLR, ...) come after it in a SequentialLR; beside it they are an error. The
+    length is in epochs, so jobs with different numbers of ranks are at the same place of the
+    ramp at the same epoch.
 
         scheduler = hvd.WarmupLR(optimizer, warmup_epochs=5, steps_per_epoch=len(loader))
         ...
@@ -37,7 +43,8 @@ class WarmupLR(LRScheduler):
             `lr_scaling` has done. With 1, as on one rank, there is nothing to grow into.
 
     Raises:
-        InvalidArgumentError: neither or both lengths, or no scale is known.
+        InvalidArgumentError: neither or both lengths, or no scale is known; by `step`: another
+            scheduler has overwritten the rates during the ramp.
     """
 
     def __init__(
@@ -73,9 +80,23 @@ class WarmupLR(LRScheduler):
         factor = self._factor(self.last_epoch)
         # A SequentialLR sets the rates back before it starts a scheduler.
         change = factor if self.last_epoch == 0 else factor / self._applied
+        if self._applied != factor and self.last_epoch > 0:
+            self._refuse_overwritten()
         if self._get_lr_called_within_step:
             self._applied = factor
         return [group["lr"] * change for group in self.optimizer.param_groups]
+
+    def _refuse_overwritten(self) -> None:
+        for group, own in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            now, most = float(group["lr"]), float(group.get("initial_lr", math.inf))
+            # Who multiplies makes it smaller than it was at the start; who overwrites undoes our factor.
+            if now / self._applied > most * _MORE:
+                raise InvalidArgumentError(
+                    "WarmupLR multiplies rates, and another scheduler, or an assignment, has overwritten "
+                    f"them: WarmupLR had set {float(own):g}, which is now {now:g}. Let schedulers that set "
+                    "rates outright, such as LambdaLR, follow it: torch.optim.lr_scheduler.SequentialLR("
+                    "optimizer, [warmup, other], milestones=[steps of the warm-up])"
+                )
 
     def _factor(self, step: int) -> float:
         return warmup_factor(max(step, 0) / self._unit, self._length, self._scale)

@@ -118,6 +118,10 @@ def _cases() -> None:
     dense = tf.convert_to_tensor(hvd.allreduce(slices, op=hvd.Sum))
     same(dense, np.arange(size, 0, -1)[:, None] * np.ones(2))
     same(tf.convert_to_tensor(hvd.allreduce(slices)), dense / size)
+    same(function(lambda: tf.convert_to_tensor(hvd.allreduce(slices)))(), dense / size)
+    other = tf.IndexedSlices(slices.values, slices.indices, tf.constant([size + rank, 2]))
+    with pytest.raises(hvd.MismatchError, match="shape is"):
+        hvd.allreduce(other, name="other")
 
     # Variables, objects, numbers.
     a, b = tf.Variable([1.0 * rank, 2.0]), tf.Variable(rank)
@@ -143,6 +147,9 @@ def _cases() -> None:
     with pytest.raises(tf.errors.OpError, match="MismatchError"):
         function(lambda x: hvd.allreduce(x, name="different"))(tf.zeros([rank + 1]))
     same(hvd.allreduce(tf.constant(1.0)), 1)
+    if rank < size - 1:  # The last rank has joined, and does not count.
+        dense = tf.convert_to_tensor(hvd.allreduce(slices))
+        same(dense[: size - 1, 0], np.arange(size - 1, 0, -1) / (size - 1))
     joined_last = hvd.join()
     assert 0 <= joined_last < size
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hvdp.torch as hvd
+from hvdp.errors import InvalidArgumentError, MismatchError
 from hvdp.testing import World, worlds
 
 
@@ -62,6 +63,35 @@ def accuracies() -> None:
         alone = hvd.metrics.Mean(process_set=members)
         alone.update(2.0)
         assert alone.compute() == 2.0
+
+
+def two_classes() -> None:
+    _start()
+    labels = torch.tensor([1, 0, 1, 1])
+    chances = torch.tensor([0.9, 0.2, 0.3, 0.6])
+    for scores, threshold in ((chances, 0.5), (chances[:, None], 0.5), (torch.logit(chances), 0.0)):
+        accuracy = hvd.metrics.Accuracy(threshold=threshold)
+        accuracy.update(scores, labels)
+        assert accuracy.compute() == 0.75
+        with pytest.raises(InvalidArgumentError, match=r"threshold=0\.5"):
+            hvd.metrics.Accuracy().update(scores, labels)
+    whole = hvd.metrics.Accuracy()
+    whole.update(torch.tensor([1.0, 0.0, float("nan"), 1.0]), labels, weight=labels * 0 + 1)
+    assert whole.compute() == 0.75
+    with pytest.raises(InvalidArgumentError, match="one shape"):
+        hvd.metrics.Accuracy(threshold=0.5).update(torch.zeros(4, 2), labels)
+
+
+def in_another_order() -> None:
+    rank, _ = _start()
+    loss, accuracy = hvd.metrics.Mean(), hvd.metrics.Accuracy()
+    loss.update(3.0)
+    accuracy.update([1], [1])
+    for metric in (loss, accuracy) if rank else (accuracy, loss):
+        with pytest.raises(MismatchError, match=r"rank 0 has \w+ \d+, rank 1 has \w+ \d+") as caught:
+            metric.compute()
+        assert {"Mean", "Accuracy"} <= set(str(caught.value).split())
+    assert (loss.compute(), accuracy.compute()) == (3.0, 1.0)
 
 
 class Metric(torch.nn.Module):
@@ -135,6 +165,8 @@ def real() -> None:
 def _run_all() -> None:
     nine_samples()
     accuracies()
+    two_classes()
+    in_another_order()
     stand_in()
     if importlib.util.find_spec("torchmetrics"):
         real()

@@ -83,6 +83,21 @@ def iterables() -> None:
     assert _everybodys(list(hvd.shard(iter(range(7)), pad=False))) == list(range(7))
 
 
+class Counted(Letters):
+    def __len__(self) -> int:
+        return 11
+
+
+def iterables_with_a_length() -> None:
+    _start()
+    for options in ({}, {"drop_last": True}, {"pad": False}):
+        loader = DataLoader(hvd.shard(Counted(), **options), batch_size=2)
+        assert len(list(loader)) == len(loader)
+        assert len(loader.dataset) == len(list(hvd.shard(Counted(), **options)))
+    with pytest.raises(TypeError):
+        len(DataLoader(hvd.shard(Letters())))
+
+
 def tensors() -> None:
     rank, size = _start()
     rows = torch.arange(22).reshape(11, 2)
@@ -114,11 +129,72 @@ def refuses() -> None:
     hvd.barrier()
 
 
+def _trained(*loaders: Any, steps: int) -> None:
+    """Steps of a DistributedOptimizer, while these loaders exist."""
+    model = torch.nn.Linear(1, 1)
+    hvd.broadcast_parameters(model.state_dict())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    for _ in range(steps):
+        for loader in loaders:
+            next(iter(loader))
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+
+def epochs_of_one_rank_alone() -> None:
+    rank, size = _start()
+    told = f"rank 0 in 3, {', '.join(f'rank {other} in 2' for other in range(1, size))}"
+    for data, other, workers in (
+        (hvd.shard(Squares()), hvd.shard(Squares()), 0),
+        (hvd.shard(Letters()), hvd.shard(Letters()), 0),
+        (hvd.shard(Letters()), hvd.shard(Letters()), 1),
+    ):
+        loaders = [
+            DataLoader(each, num_workers=workers)
+            if isinstance(each, IterableDataset)
+            else DataLoader(Squares(), sampler=each)
+            for each in (data, other)
+        ]
+        _trained(*loaders, steps=1)
+        if rank == 0:
+            next(iter(loaders[1]))
+        with pytest.raises(MismatchError, match="different epochs of shard") as caught:
+            _trained(*loaders, steps=1)
+        assert told in str(caught.value)
+        with pytest.raises(MismatchError, match=told):
+            hvd.check_consistency(torch.nn.Flatten())
+        other.set_epoch(2)
+        hvd.check_consistency(torch.nn.Flatten())
+
+
+def epochs_that_need_not_agree() -> None:
+    """Shards of other process sets, and those that some ranks have forgotten."""
+    rank, _ = _start()
+    members = hvd.add_process_set([0])
+    kept = [hvd.shard(5), hvd.shard(5)]
+    if rank == 0:
+        alone = hvd.shard(5, process_set=members)
+        list(alone)
+        list(kept[0])
+    else:
+        del kept[0]
+    _trained(steps=4)
+    if rank == 1:
+        kept[0].set_epoch(7)
+    with pytest.raises(MismatchError, match="rank 0 in 0, rank 1 in 7"):
+        _trained(steps=1)
+
+
 def _run_all() -> None:
     map_style()
     tensors()
     refuses()
     iterables()
+    iterables_with_a_length()
+    epochs_of_one_rank_alone()
+    epochs_that_need_not_agree()
 
 
 @pytest.mark.parametrize("world", worlds(shm=(2, 3)), ids=str)

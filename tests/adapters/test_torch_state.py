@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import hvdp.torch as hvd
-from hvdp.errors import MismatchError
+from hvdp.errors import InvalidArgumentError, MismatchError
 from hvdp.testing import World, worlds
 
 OPTIMIZERS: dict[str, Any] = {
@@ -140,6 +140,40 @@ def state_of_a_distributed_optimizer() -> Any:
     return _exact(optimizer.state_dict()), _exact(model.state_dict())
 
 
+class Moments(NamedTuple):
+    first: torch.Tensor
+    count: int
+
+
+class Unbreakable(list[int]):
+    """No list can be made one."""
+
+    def __init__(self) -> None:
+        super().__init__([1])
+
+
+def state_of_odd_classes() -> Any:
+    rank = _start()
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if rank == 0:
+        optimizer.state[model.weight]["moments"] = Moments(torch.ones(1, 2), 3)
+    hvd.broadcast_optimizer_state(optimizer)
+    moments = optimizer.state[model.weight]["moments"]
+    assert type(moments).__name__ == "Moments"
+    assert moments.count == 3
+    found = _exact(moments)
+    if rank == 0:
+        optimizer.state[model.weight]["odd"] = Unbreakable()
+    with pytest.raises(InvalidArgumentError, match="rank 0: TypeError"):
+        hvd.broadcast_optimizer_state(optimizer)
+    wrong = (3, {4}, (1 // (1 - i) for i in range(2)))
+    for params in wrong:
+        with pytest.raises(InvalidArgumentError, match="rank 1: params must be"):
+            hvd.broadcast_parameters(params if rank == 1 else model.state_dict())
+    return found
+
+
 def groups_that_differ() -> str:
     rank = _start()
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
@@ -159,6 +193,7 @@ def _run_all() -> list[Any]:
         optimizer_state(),
         state_of_a_distributed_optimizer(),
         groups_that_differ(),
+        state_of_odd_classes(),
     ]
 
 
@@ -171,7 +206,7 @@ def test_all_ranks_have_the_same_state(world: World) -> None:
     for found in others:
         for mine, theirs in zip(first, found, strict=True):
             assert mine == theirs
-    _, parameters_text, _, _, groups_text = first
+    _, parameters_text, _, _, groups_text, _ = first
     assert (
         "parameter 0 is 'weight' float32 (2, 2) on rank 0 and 'weight' float32 (3, 2) on rank 1"
         in parameters_text

@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, ExponentialLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 import hvdp.torch as hvd
 from hvdp.errors import InvalidArgumentError
@@ -76,6 +88,73 @@ def test_with_other_schedulers() -> None:
     sequence = SequentialLR(optimizer, parts, milestones=[3])
     cosine = [8 * (1 + torch.cos(torch.tensor(torch.pi * step / 4)).item()) / 2 for step in range(5)]
     assert _rates(optimizer, sequence, 8) == pytest.approx([2, 4, 6, *cosine], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: LambdaLR(o, lambda _: 1.0),
+        lambda o: LambdaLR(o, lambda step: 0.9**step),
+        lambda o: OneCycleLR(o, 8.0, 10),
+        lambda o: CyclicLR(o, 1.0, 8.0, 4),
+        lambda o: CosineAnnealingWarmRestarts(o, 10),
+    ],
+)
+@pytest.mark.parametrize("scale", [2, 4])
+def test_schedulers_that_overwrite_follow_the_ramp(make: Any, scale: float) -> None:
+    for first in (True, False):
+        optimizer = _optimizer()
+        parts = [make(optimizer)] if not first else []
+        parts.append(hvd.WarmupLR(optimizer, warmup_steps=6, scale=scale))
+        parts += [make(optimizer)] if first else []
+        with pytest.raises(InvalidArgumentError, match="SequentialLR"):
+            _rates(optimizer, parts, 6)
+
+
+def _after_the_ramp(scale: float) -> list[list[float]]:
+    found = []
+    for make in (
+        lambda o: LambdaLR(o, lambda step: 0.9**step),
+        lambda o: StepLR(o, 2),
+        lambda o: CosineAnnealingLR(o, 4),
+        lambda o: CosineAnnealingWarmRestarts(o, 4),
+    ):
+        optimizer = _optimizer()
+        parts = [hvd.WarmupLR(optimizer, warmup_steps=3, scale=scale), make(optimizer)]
+        found.append(_rates(optimizer, SequentialLR(optimizer, parts, milestones=[3]), 7))
+    return found
+
+
+def test_after_the_ramp_the_rates_are_those_of_one_rank() -> None:
+    for scale in (2, 4):
+        for rates, alone in zip(_after_the_ramp(scale), _after_the_ramp(1), strict=True):
+            ramp = [8 * warmup_factor(step, 3, scale) for step in range(3)]
+            assert rates == pytest.approx([*ramp, *alone[3:]])
+
+
+def test_beside_schedulers_that_multiply() -> None:
+    for make in (
+        lambda o: StepLR(o, 2),
+        lambda o: PolynomialLR(o, 9),
+        lambda o: CosineAnnealingLR(o, 9),
+        lambda o: CosineAnnealingLR(o, 900, eta_min=1.0),
+    ):
+        optimizer = _optimizer()
+        alone = _rates(optimizer, make(optimizer), 7)
+        optimizer = _optimizer()
+        parts = [hvd.WarmupLR(optimizer, warmup_steps=5, scale=4), make(optimizer)]
+        wanted = [rate * warmup_factor(step, 5, 4) for step, rate in enumerate(alone)]
+        assert _rates(optimizer, parts, 7) == pytest.approx(wanted, rel=1e-3)
+    optimizer = _optimizer()
+    warmup = hvd.WarmupLR(optimizer, warmup_steps=4, scale=4)
+    plateau = ReduceLROnPlateau(optimizer, patience=1)
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        plateau.step(1.0)
+        warmup.step()
+    assert rates == pytest.approx([2, 3.5, 5, 0.65, 0.8, 0.08])
 
 
 def test_checkpoints() -> None:

@@ -27,6 +27,25 @@ class _Unpicklable:
         raise RuntimeError("not for others")
 
 
+class _Refuses:
+    """A compressor that fails on one rank."""
+
+    def __init__(self, odd: bool) -> None:
+        self._odd = odd
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        if self._odd:
+            raise RuntimeError("too small")
+        return tensor, None
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        return tensor
+
+
+def _compressed(hvd: Any, tensor: Any) -> Any:
+    return hvd.reducescatter(tensor, name="x", compression=hvd.Compression.fp16)
+
+
 def _on_device(name: str, device: str) -> Any:
     options = submit.Options(name, device=device)
     return submit.at_once(submit.allreduce(np.zeros(2), Sum, 1.0, 1.0, options))
@@ -130,6 +149,11 @@ def _faults(hvd: Any) -> dict[str, tuple[Call, str]]:
         "object": (lambda odd: hvd.allgather_object(_Unpicklable() if odd else 1), "not for others"),
         "sent": (lambda odd: hvd.broadcast_object(_Unpicklable(), root_rank=size - 1), "not for others"),
         "object's root": (lambda odd: hvd.broadcast_object(1, root_rank="a" if odd else 0), "Received: 'a'"),
+        "compressed": (lambda odd: _compressed(hvd, [[1], [1, 2]] if odd else rows), "Error: "),
+        "own compressor": (
+            lambda odd: hvd.grouped_allreduce([rows, rows], name="x", compression=_Refuses(odd)),
+            "RuntimeError: too small",
+        ),
         "set": (lambda odd: hvd.add_process_set([0, 7] if odd else [0, 1]), "[0, 7]"),
     }
     if hvd is hvdp:
