@@ -106,9 +106,19 @@ class DriftWatch:
         every = bool(self._every) and self._since % self._every == 0
         if every:
             _require(f"{self._name}.every", _parameters(_named(optimizer)), self._process_set, self.step)
-        # Unasked after steps 1, 2, 4, 8, ...: soon enough, and in the end for nothing.
-        if every or self._since & (self._since - 1) == 0:
             check_epochs(self._name, self._process_set)
+        elif self._since & (self._since - 1) == 0:
+            # Unasked after steps 1, 2, 4, 8, ...: soon enough, and in the end for nothing.
+            self._warn_of_epochs()
+
+    def _warn_of_epochs(self) -> None:
+        """No error: a loop over shards of different lengths may well go round at different steps."""
+        try:
+            check_epochs(self._name, self._process_set)
+        except MismatchError as difference:
+            engine = runtime.require("DistributedOptimizer")
+            if engine.rank == engine.group(self._process_set).ranks[0]:
+                _log.warning("after step %d %s", self.step, difference)
 
 
 def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,20 @@ def _trained(*loaders: Any, steps: int) -> None:
         optimizer.step()
 
 
+def _warnings_of(call: Callable[[], object]) -> list[str]:
+    """What the drift watch logs meanwhile."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hvdp.torch.consistency")
+    logger.addHandler(handler)
+    try:
+        call()
+    finally:
+        logger.removeHandler(handler)
+    return texts
+
+
 def epochs_of_one_rank_alone() -> None:
     rank, size = _start()
     told = f"rank 0 in 3, {', '.join(f'rank {other} in 2' for other in range(1, size))}"
@@ -160,9 +175,8 @@ def epochs_of_one_rank_alone() -> None:
         _trained(*loaders, steps=1)
         if rank == 0:
             next(iter(loaders[1]))
-        with pytest.raises(MismatchError, match="different epochs of shard") as caught:
-            _trained(*loaders, steps=1)
-        assert told in str(caught.value)
+        warnings = _warnings_of(lambda: _trained(*loaders, steps=1))  # noqa: B023 - called at once
+        assert [told in text for text in warnings] == [True] * (rank == 0), warnings
         with pytest.raises(MismatchError, match=told):
             hvd.check_consistency(torch.nn.Flatten())
         other.set_epoch(2)
@@ -183,8 +197,8 @@ def epochs_that_need_not_agree() -> None:
     _trained(steps=4)
     if rank == 1:
         kept[0].set_epoch(7)
-    with pytest.raises(MismatchError, match="rank 0 in 0, rank 1 in 7"):
-        _trained(steps=1)
+    warnings = _warnings_of(lambda: _trained(steps=1))
+    assert ["rank 0 in 0, rank 1 in 7" in text for text in warnings] == [True] * (rank == 0), warnings
 
 
 def _run_all() -> None:
