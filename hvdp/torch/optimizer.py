@@ -26,6 +26,7 @@ from hvdp.torch.consistency import DriftWatch
 from hvdp.torch.gradients import TorchGradients
 from hvdp.torch.passes import PassWatch
 from hvdp.torch.rates import rate_scaler
+from hvdp.torch.steps import outermost
 
 __all__ = ["DistributedOptimizer"]
 
@@ -115,18 +116,20 @@ class _Distributed(torch.optim.Optimizer):
     _store: TorchGradients
     _delta: DeltaAdasum | None
     _drift: DriftWatch
+    _lost = ""
     _scale: Callable[[torch.optim.Optimizer], None] | None = None
 
     def _attach(self, reducer: GradientReducer, store: TorchGradients) -> None:
         self._reducer = reducer
         self._delta = DeltaAdasum(reducer) if reducer.policy.op is Adasum else None
         self._watch(store)
-        self.register_step_pre_hook(_before_step)
-        self.register_step_post_hook(_after_step)
+        self.register_step_pre_hook(outermost(_before_step))
+        self.register_step_post_hook(outermost(_after_step))
         self._drift = DriftWatch(self, reducer.policy.process_set, reducer.name)
 
     def _watch(self, store: TorchGradients) -> None:
         self._store = store
+        _take_over(self)
         hooks = []
         if self._delta is None:
             watch = PassWatch(self._reducer)
@@ -135,8 +138,18 @@ class _Distributed(torch.optim.Optimizer):
         self._detach = weakref.finalize(self, _remove, hooks)
         self._detach.atexit = False
 
+    def _require_parameters(self) -> None:
+        if self._lost:
+            raise InvalidArgumentError(
+                f"parameter {self._lost!r} belongs to a DistributedOptimizer that was made later, so this "
+                "one no longer reduces gradients. Of two that share parameters only the newer can be used: "
+                "give all parameters to one optimizer, in several parameter groups, or the shared ones to "
+                "one of the two."
+            )
+
     def synchronize(self) -> None:
         """Reduce what no backward pass has reduced yet; Horovod scripts call it before clipping."""
+        self._require_parameters()
         if self._delta is None:
             self._reducer.before_step()
 
@@ -195,8 +208,25 @@ class _Distributed(torch.optim.Optimizer):
         return base.__new__, (base,), self.__getstate__()
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+_live: weakref.WeakSet[_Distributed] = weakref.WeakSet()
+
+
+def _take_over(optimizer: _Distributed) -> None:
+    """The optimizer's parameters are its own from now on: two would reduce one gradient twice."""
+    optimizer._lost = ""
+    mine = set(map(id, optimizer._store.parameters))
+    for other in set(_live) - {optimizer}:
+        store = other._store
+        shared = [name for p, name in zip(store.parameters, store.names, strict=True) if id(p) in mine]
+        if shared:
+            other._lost = shared[0]
+            other._detach()
+            _live.discard(other)
+    _live.add(optimizer)
+
+
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    optimizer._require_parameters()
     if optimizer._delta is not None:
         optimizer._delta.before_step(optimizer._store.parameters)
         return None
@@ -207,7 +237,6 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args[:1], {**kwargs, "closure": _averaging(closure, optimizer._reducer)}
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if optimizer._delta is not None:
         optimizer._delta.after_step(optimizer._store.parameters)
