@@ -12,62 +12,26 @@ import contextlib
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import numpy as np
-
-from hvdp._core import submit
+from hvdp._core import sparse
 from hvdp._core.agreement import check_same_parameters
 from hvdp._core.arrays import Array, dtype_named
 from hvdp._core.buckets import BucketPlan, ParameterSpec, Slot, plan
 from hvdp._core.handles import Handle
 from hvdp._core.objects import allgather_object
 from hvdp._core.operations import Allocate, ReduceBucket
-from hvdp._core.ops import Average, Kind, Signature, Sum
+from hvdp._core.ops import Kind, Signature
 from hvdp._core.policy import Policy
 from hvdp._core.runtime import runtime
+from hvdp._core.store import GradientStore
 from hvdp._core.submit import Options
-from hvdp.errors import InvalidArgumentError
+from hvdp.errors import HvdpError, InvalidArgumentError
 from hvdp.transports.base import Buffer
 
 __all__ = ["GradientReducer", "GradientStore", "Policy"]
 
 
 _MOST_TRIMS = 16  # some milliseconds each, in the first window only
-
-
-class GradientStore(Protocol):
-    """What an adapter does for parameter number `index`; called on the thread of backward or step."""
-
-    def bind(self, index: int, memory: Array) -> None:
-        """From now on `memory` (flat, of the spec's dtype and count) is its place in a bucket."""
-
-    def collect(self, index: int) -> bool:
-        """Bring the current gradient into its place, or zeros if there is none; whether there is one."""
-
-    def deliver(self, index: int) -> None:
-        """Make the reduced content of its place the gradient."""
-
-    def withdraw(self, index: int) -> None:
-        """Leave the parameter without a gradient: no rank that counts has one."""
-
-    def holds_reduced(self, index: int) -> bool:
-        """Whether the current gradient is the one delivered last, so that backward has added to it."""
-
-    def forget_reduced(self) -> None:
-        """What has been delivered is used up, or zeroed."""
-
-    def sparse_dimensions(self, index: int) -> int:
-        """How many of the current gradient's dimensions are sparse; 0 if it is dense or there is none."""
-
-    def sparse_entries(self, index: int, dimensions: int) -> tuple[Array, Array, bool]:
-        """The current gradient's coordinates (entries, dimensions) and values, and whether there is one.
-
-        Equal coordinates are added up; no entries where there is no gradient.
-        """
-
-    def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
-        """Make these entries the gradient, equal coordinates added up."""
 
 
 @dataclass
@@ -114,6 +78,8 @@ class GradientReducer:
         self.passes_per_step = policy.passes_per_step
         self.weight = 1.0
         self.steps = 0
+        self._windows = 0
+        self._joins = runtime.joins
         self.replace(store, specs, fault)
 
     def replace(self, store: GradientStore, specs: Sequence[ParameterSpec], fault: str = "") -> None:
@@ -125,6 +91,7 @@ class GradientReducer:
         self._specs = specs
         self._forget_buckets()
         self._passes = 0
+        self._within_pass = False
         self._reductions = 0
 
     def _forget_buckets(self) -> None:
@@ -142,6 +109,7 @@ class GradientReducer:
             InvalidArgumentError: it was added to a gradient that has been reduced for this
                 step already, and reducing that again would count it more than once.
         """
+        self._within_pass = True
         self._plan_again_after_join()
         bucket = self._bucket_of.get(index)
         if bucket is None:
@@ -177,6 +145,7 @@ class GradientReducer:
     def end_pass(self) -> None:
         """A backward pass has ended; the last one of a window returns with reduced gradients."""
         self._passes += 1
+        self._within_pass = False
         if self._passes >= self.passes_per_step:
             self.reduce()
 
@@ -187,14 +156,13 @@ class GradientReducer:
 
     def cleared(self) -> None:
         """The gradients were zeroed: a window begins anew."""
+        if self._passes and not self._within_pass:  # skipped, not computed again after a backward that failed
+            self._windows += 1
         self._passes = 0
+        self._within_pass = False
         self._store.forget_reduced()
         if self._launching:  # by a backward that failed
-            for bucket in self._buckets or ():
-                if bucket.handle is not None:
-                    bucket.handle.wait()
-                bucket.rearm()
-            self._launching = False
+            self._abandon()
 
     def before_step(self) -> None:
         """Reduce what no window's end has reduced: the last passes, or all there is before this step."""
@@ -203,8 +171,10 @@ class GradientReducer:
 
     def after_step(self) -> None:
         self._passes = 0
+        self._within_pass = False
         self._reductions = 0
         self.steps += 1
+        self._windows += 1
         self._store.forget_reduced()
 
     def reduce(self) -> None:
@@ -215,15 +185,35 @@ class GradientReducer:
         self._plan_again_after_join()
         if self._buckets is None:
             self._buckets = self._make_buckets()
-        sparse = [self._launch_sparse(index, dimensions) for index, dimensions in self._sparse.items()]
+        gathered = [self._launch_sparse(index) for index in self._sparse]
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._launch(bucket)
-        for bucket in self._buckets:
-            self._finish(bucket)
+        try:
+            for bucket in self._buckets:
+                self._finish(bucket)
+            for index, handle in zip(self._sparse, gathered, strict=True):
+                sparse.finish(self._store, index, self.policy.op, handle)
+        except HvdpError:
+            self._abandon(gathered)
+            raise
         self._launching = False
-        for index, handle in zip(self._sparse, sparse, strict=True):
-            self._finish_sparse(index, handle)
+
+    def _abandon(self, gathered: Sequence[Handle] = ()) -> None:
+        """Let what is in flight end, however it ends, and be ready to begin anew."""
+        buckets = self._buckets or ()
+        for handle in [*gathered, *(bucket.handle for bucket in buckets if bucket.handle is not None)]:
+            with contextlib.suppress(HvdpError):
+                handle.wait()
+        for bucket in buckets:
+            bucket.rearm()
+        self._launching = False
+
+    def _window(self) -> int:
+        """This window's number since the ranks last joined, before which they may have made fewer steps."""
+        if self._joins != runtime.joins:
+            self._joins, self._windows = runtime.joins, 0
+        return self._windows
 
     def _refuse_to_reduce_again(self, indices: Iterable[int]) -> None:
         if self._reductions and not self.policy.repeatable and any(map(self._store.holds_reduced, indices)):
@@ -253,7 +243,7 @@ class GradientReducer:
         )
         weight = self.weight if self.policy.weighted else None
         engine = runtime.require("DistributedOptimizer")
-        (bucket.handle,) = engine.submit(ReduceBucket(signature, bucket.buffer, weight))
+        (bucket.handle,) = engine.submit(ReduceBucket(signature, bucket.buffer, self._window(), weight))
 
     def _finish(self, bucket: _Bucket) -> None:
         assert bucket.handle is not None
@@ -265,31 +255,10 @@ class GradientReducer:
                 self._store.withdraw(slot.parameter)
         bucket.rearm()
 
-    def _launch_sparse(self, index: int, dimensions: int) -> Handle:
-        coordinates, values, exists = self._store.sparse_entries(index, dimensions)
+    def _launch_sparse(self, index: int) -> Handle:
         weight = self.weight if self.policy.weighted else 1.0
-        if not weight:
-            # Not by multiplication: the mean of no samples is not a number.
-            coordinates, values, exists = coordinates[:0], values[:0], False
-        elif weight != 1.0:
-            values = values * values.dtype.type(weight)
         options = Options(f"{self.name}.sparse.{index}", self.policy.process_set)
-        return submit.grouped(
-            [
-                submit.allgather(coordinates, options.numbered(0)),
-                submit.allgather(values, options.numbered(1)),
-                submit.allreduce(np.array([weight, exists]), Sum, 1.0, 1.0, options.numbered(2)),
-            ]
-        )
-
-    def _finish_sparse(self, index: int, handle: Handle) -> None:
-        coordinates, values, (weights, existing) = handle.wait()
-        if existing:
-            if self.policy.op is Average:
-                values /= values.dtype.type(weights or 1.0)
-            self._store.deliver_sparse(index, coordinates, values)
-        else:
-            self._store.withdraw(index)
+        return sparse.launch(self._store, index, self._sparse[index], weight, self._window(), options)
 
     def _make_buckets(self) -> list[_Bucket]:
         """Agree on the order and on which gradients are sparse, and move gradients into buckets."""
@@ -305,7 +274,7 @@ class GradientReducer:
         self._sparse = {
             index: dimensions
             for index in own_sparse
-            if (dimensions := max(sparse[index] for _, sparse in views))
+            if (dimensions := max(theirs[index] for _, theirs in views))
         }
         order = [index for index in views[0][0] if index not in self._sparse]
         plans = plan(self._specs, order, policy.bucket_bytes, policy.groups, policy.group_count)

@@ -54,7 +54,8 @@ def DistributedOptimizer(
     The optimizer itself is changed and returned: it stays an instance of its class, and
     schedulers that hold it stay valid. Gradients are averaged when the last `backward()`
     of a step's `backward_passes_per_step` returns, so clipping, `GradScaler` and logging
-    see averaged gradients without any further call.
+    see averaged gradients without any further call. A window with fewer passes than that is
+    reduced by `step()`, or by `synchronize()`, which then has to come before clipping.
 
     Args:
         named_parameters: `model.named_parameters()`, for messages; must name every parameter.

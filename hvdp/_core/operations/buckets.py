@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from hvdp._core import wording
 from hvdp._core.arrays import dtype_named
 from hvdp._core.operation import Operation, Terms
 from hvdp._core.ops import Kind, ReduceOp, Reduction, Signature
 from hvdp._core.process_sets import Group
+from hvdp.errors import MismatchError
 from hvdp.transports.base import Buffer, Transport
 
 __all__ = ["Allocate", "ReduceBucket"]
@@ -48,14 +51,20 @@ class ReduceBucket(Operation):
     """Allreduce the first items of a Buffer that all members allocated together under this name.
 
     Args:
+        window: number of the step that this is for; must be equal on all members.
         weight: how much this rank's values count; None is as much as the others'.
+
+    Raises:
+        MismatchError: when it runs, on every member.
     """
 
     kind = Kind.BUCKET
 
-    def __init__(self, signature: Signature, buffer: Buffer, weight: float | None = None) -> None:
+    def __init__(
+        self, signature: Signature, buffer: Buffer, window: int = 0, weight: float | None = None
+    ) -> None:
         self._buffer = buffer
-        super().__init__(signature, () if weight is None else _as_integers(weight))
+        super().__init__(signature, (window, *(() if weight is None else _as_integers(weight))))
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +76,8 @@ class ReduceBucket(Operation):
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> None:
         (count,) = self.signature.shape
+        _require_one_window(group, terms)
+        weights = [numbers for _, *numbers in terms.extras]
         if terms.absent:
             # A rank that has joined cleared its memory only when it heard of this operation.
             transport.barrier(group)
@@ -75,7 +86,7 @@ class ReduceBucket(Operation):
             group.size - len(terms.absent),
             self.signature.prescale_factor,
             self.signature.postscale_factor,
-            _shares(terms.extras) if terms.extras[0] else None,
+            _shares(weights) if weights[0] else None,
         )
         transport.reduce_buffer(group, self._buffer, dtype_named(self.signature.dtype), count, reduction)
 
@@ -93,12 +104,22 @@ class _ZeroedBucket(ReduceBucket):
         super().execute(transport, group, terms)
 
 
+def _require_one_window(group: Group, terms: Terms) -> None:
+    numbers = {
+        rank: window
+        for rank, (window, *_) in zip(group.ranks, terms.extras, strict=True)
+        if rank not in terms.absent
+    }
+    if len(set(numbers.values())) > 1:
+        raise MismatchError(wording.windows(numbers))
+
+
 def _as_integers(weight: float) -> tuple[int, ...]:
     """A float in the form of extra numbers."""
     return struct.unpack("<q", struct.pack("<d", weight))
 
 
-def _shares(extras: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
+def _shares(extras: Sequence[Sequence[int]]) -> tuple[float, ...]:
     """The members' weights as parts of their sum; of joined ones 0."""
     weights = [struct.unpack("<d", struct.pack("<q", *numbers))[0] for numbers in extras]
     total = sum(weights) or 1.0
