@@ -118,11 +118,16 @@ class _Distributed(torch.optim.Optimizer):
     _delta: DeltaAdasum | None
     _drift: DriftWatch
     _lost = ""
+    _step_supports_amp_scaling: bool
     _scale: Callable[[torch.optim.Optimizer], None] | None = None
 
     def _attach(self, reducer: GradientReducer, store: TorchGradients) -> None:
         self._reducer = reducer
-        self._delta = DeltaAdasum(reducer) if reducer.policy.op is Adasum else None
+        self._delta = None
+        if reducer.policy.op is Adasum:
+            self._delta = DeltaAdasum(reducer)
+            # A GradScaler then leaves it to the step whether to skip, so that the ranks can agree on it.
+            self._step_supports_amp_scaling = True
         self._watch(store)
         self.register_step_pre_hook(outermost(_before_step))
         self.register_step_post_hook(outermost(_after_step))
@@ -229,7 +234,7 @@ def _take_over(optimizer: _Distributed) -> None:
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     optimizer._require_parameters()
     if optimizer._delta is not None:
-        optimizer._delta.before_step(optimizer._store.parameters)
+        optimizer._delta.before_step(optimizer, optimizer._store.parameters)
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:

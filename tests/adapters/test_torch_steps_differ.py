@@ -95,6 +95,31 @@ def an_inf_that_one_rank_sees_alone() -> None:
     assert a.item() == -4
 
 
+def an_inf_on_one_rank_with_adasum() -> None:
+    """Gradients are local, and yet all ranks skip together, also after unscale_()."""
+    rank, _, _ = _start()
+    for options, unscales in (({}, False), ({"momentum": 0.5}, True), ({"fused": True}, False)):
+        a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0, **options), op=hvd.Adasum)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for turn in range(4):
+            before = a.item()
+            optimizer.zero_grad()
+            factor = float("inf") if turn == 1 and rank == 0 else 1.0
+            scaler.scale((a * factor).sum()).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert (a.item() == before) == (turn == 1)
+            assert a.isfinite()
+            assert b.item() == 0
+            if not options:
+                assert a.item() == -(turn + (turn == 0))
+        # Each rank's own.
+        assert scaler.get_scale() == (2.0 if rank == 0 else 4.0)
+
+
 def passes_in_a_step_change() -> None:
     """From window to window, as the program says."""
     rank, _, mean = _start()
@@ -118,6 +143,7 @@ CASES = [
     a_backward_too_many,
     steps_before_a_join_do_not_count,
     an_inf_that_one_rank_sees_alone,
+    an_inf_on_one_rank_with_adasum,
     passes_in_a_step_change,
 ]
 
