@@ -37,6 +37,7 @@ _MOST_TRIMS = 16  # some milliseconds each, in the first window only
 @dataclass
 class _Bucket:
     plan: BucketPlan
+    name: str
     buffer: Buffer
     marks: Array
     waiting: set[int] = field(default_factory=set)
@@ -96,7 +97,9 @@ class GradientReducer:
 
     def _forget_buckets(self) -> None:
         self._order: dict[int, None] = {}
-        self._buckets: list[_Bucket] | None = None
+        self._planned = False
+        self._buckets: list[_Bucket] = []
+        self._outside = list(range(len(self._specs)))
         self._bucket_of: dict[int, _Bucket] = {}
         self._sparse: dict[int, int] = {}
         self._incomplete_until = -1
@@ -138,8 +141,8 @@ class GradientReducer:
         Returns:
             The parameters in each bucket; those with sparse gradients are in none.
         """
-        if self._buckets is None:
-            self._buckets = self._make_buckets()
+        if not self._planned:
+            self._add_buckets()
         return [tuple(slot.parameter for slot in bucket.plan.slots) for bucket in self._buckets]
 
     def end_pass(self) -> None:
@@ -183,29 +186,36 @@ class GradientReducer:
         self._passes = 0
         self._reductions += 1
         self._plan_again_after_join()
-        if self._buckets is None:
-            self._buckets = self._make_buckets()
-        gathered = [self._launch_sparse(index) for index in self._sparse]
-        for bucket in self._buckets:
+        if not self._planned:
+            self._add_buckets()
+        if self._reduce(self._buckets, self._sparse):
+            known = set(self._sparse)
+            added = self._add_buckets()
+            self._reduce(added, [index for index in self._sparse if index not in known])
+        self._launching = False
+
+    def _reduce(self, buckets: Sequence[_Bucket], sparse_ones: Iterable[int]) -> bool:
+        """Whether a parameter without a bucket may have a gradient, on any rank."""
+        gathered = {index: self._launch_sparse(index) for index in sparse_ones}
+        for bucket in buckets:
             if bucket.handle is None:
                 self._launch(bucket)
         try:
-            for bucket in self._buckets:
-                self._finish(bucket)
-            for index, handle in zip(self._sparse, gathered, strict=True):
+            unfrozen = [self._finish(bucket) for bucket in buckets]
+            for index, handle in gathered.items():
                 sparse.finish(self._store, index, self.policy.op, handle)
         except HvdpError:
-            self._abandon(gathered)
+            self._abandon(gathered.values())
             raise
-        self._launching = False
+        return any(unfrozen)
 
-    def _abandon(self, gathered: Sequence[Handle] = ()) -> None:
+    def _abandon(self, gathered: Iterable[Handle] = ()) -> None:
         """Let what is in flight end, however it ends, and be ready to begin anew."""
-        buckets = self._buckets or ()
-        for handle in [*gathered, *(bucket.handle for bucket in buckets if bucket.handle is not None)]:
+        for handle in [*gathered, *(bucket.handle for bucket in self._buckets)]:
             with contextlib.suppress(HvdpError):
-                handle.wait()
-        for bucket in buckets:
+                if handle is not None:
+                    handle.wait()
+        for bucket in self._buckets:
             bucket.rearm()
         self._launching = False
 
@@ -230,10 +240,9 @@ class GradientReducer:
     def _launch(self, bucket: _Bucket) -> None:
         for mark, slot in enumerate(bucket.plan.slots):
             bucket.marks[mark] = self._store.collect(slot.parameter)
-        assert self._buckets is not None
         signature = Signature(
             Kind.BUCKET,
-            f"{self.name}.{self._buckets.index(bucket)}",
+            bucket.name,
             self.policy.process_set,
             dtype=bucket.plan.dtype,
             shape=(bucket.plan.count,),
@@ -241,63 +250,75 @@ class GradientReducer:
             prescale_factor=1.0 / self.policy.predivide,
             postscale_factor=self.policy.predivide,
         )
+        unfrozen = bucket is self._buckets[0] and any(map(self._store.awaits, self._outside))
         weight = self.weight if self.policy.weighted else None
-        engine = runtime.require("DistributedOptimizer")
-        (bucket.handle,) = engine.submit(ReduceBucket(signature, bucket.buffer, self._window(), weight))
+        operation = ReduceBucket(signature, bucket.buffer, self._window(), unfrozen, weight)
+        (bucket.handle,) = runtime.require("DistributedOptimizer").submit(operation)
 
-    def _finish(self, bucket: _Bucket) -> None:
+    def _finish(self, bucket: _Bucket) -> bool:
         assert bucket.handle is not None
-        bucket.handle.wait()
+        unfrozen = bucket.handle.wait()
         for mark, slot in enumerate(bucket.plan.slots):
             if bucket.marks[mark]:
                 self._store.deliver(slot.parameter)
             else:
                 self._store.withdraw(slot.parameter)
         bucket.rearm()
+        return bool(unfrozen)
 
     def _launch_sparse(self, index: int) -> Handle:
         weight = self.weight if self.policy.weighted else 1.0
         options = Options(f"{self.name}.sparse.{index}", self.policy.process_set)
         return sparse.launch(self._store, index, self._sparse[index], weight, self._window(), options)
 
-    def _make_buckets(self) -> list[_Bucket]:
-        """Agree on the order and on which gradients are sparse, and move gradients into buckets."""
+    def _add_buckets(self) -> list[_Bucket]:
+        """Agree on which parameters get buckets now, in which order, and which have sparse gradients.
+
+        Parameters that are frozen on all ranks get none, as long as others have one: a rank's
+        submission for the first bucket tells the others that it has unfrozen some.
+        """
         engine = runtime.require("DistributedOptimizer")
-        policy = self.policy
-        unseen = [index for index in reversed(range(len(self._specs))) if index not in self._order]
-        own_sparse = {index: self._store.sparse_dimensions(index) for index in range(len(self._specs))}
+        policy, store, outside = self.policy, self._store, self._outside
+        unseen = [index for index in reversed(outside) if index not in self._order]
         views = allgather_object(
-            ([*self._order, *unseen], own_sparse), f"{self.name}.order", policy.process_set
+            (
+                [*(index for index in self._order if index not in self._bucket_of), *unseen],
+                {index: store.sparse_dimensions(index) for index in outside},
+                [index for index in outside if store.awaits(index)],
+            ),
+            f"{self.name}.order",
+            policy.process_set,
         )
-        if len(views) < engine.group(policy.process_set).size:
+        awaited = {index for _, _, theirs in views for index in theirs}
+        dimensions = {index: max(theirs[index] for _, theirs, _ in views) for index in outside}
+        if not self._buckets and all(dimensions[index] for index in awaited):
+            awaited = set(outside)
+        self._sparse.update({index: dimensions[index] for index in sorted(awaited) if dimensions[index]})
+        self._outside = [index for index in outside if index not in awaited]
+        if self._outside or len(views) < engine.group(policy.process_set).size:
             self._incomplete_until = runtime.joins
-        self._sparse = {
-            index: dimensions
-            for index in own_sparse
-            if (dimensions := max(theirs[index] for _, theirs in views))
-        }
-        order = [index for index in views[0][0] if index not in self._sparse]
+        order = [index for index in views[0][0] if index in awaited and not dimensions[index]]
         plans = plan(self._specs, order, policy.bucket_bytes, policy.groups, policy.group_count)
         total, moved = sum(bucket_plan.nbytes for bucket_plan in plans), 0
-        buckets = []
-        for number, bucket_plan in enumerate(plans):
-            allocate = Allocate(
-                f"{self.name}.{number}", bucket_plan.nbytes, policy.process_set, engine.executor
-            )
-            buffer = engine.run(allocate)
+        added = []
+        for number, bucket_plan in enumerate(plans, len(self._buckets)):
+            name = f"{self.name}.{number}"
+            buffer = engine.run(Allocate(name, bucket_plan.nbytes, policy.process_set, engine.executor))
             assert isinstance(buffer, Buffer)
             memory = buffer.view(dtype_named(bucket_plan.dtype), bucket_plan.count)
-            bucket = _Bucket(bucket_plan, buffer, memory[bucket_plan.marks_start :])
+            bucket = _Bucket(bucket_plan, name, buffer, memory[bucket_plan.marks_start :])
             bucket.rearm()
             for slot in bucket_plan.slots:
                 self._bucket_of[slot.parameter] = bucket
                 self._bind(slot, memory)
-            buckets.append(bucket)
+            added.append(bucket)
             moved += bucket_plan.nbytes
             if moved * _MOST_TRIMS >= total:
                 _return_freed_memory()
                 moved = 0
-        return buckets
+        self._planned = True
+        self._buckets += added
+        return added
 
     def _bind(self, slot: Slot, memory: Array) -> None:
         self._store.bind(slot.parameter, memory[slot.start : slot.start + slot.count])

@@ -12,6 +12,9 @@ __all__ = ["GradientStore"]
 class GradientStore(Protocol):
     """What an adapter does for parameter number `index`; called on the thread of backward or step."""
 
+    def awaits(self, index: int) -> bool:
+        """Whether it has a gradient or may get one: it is not frozen."""
+
     def bind(self, index: int, memory: Array) -> None:
         """From now on `memory` (flat, of the spec's dtype and count) is its place in a bucket."""
 

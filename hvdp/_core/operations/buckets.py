@@ -50,8 +50,11 @@ class Allocate(Operation):
 class ReduceBucket(Operation):
     """Allreduce the first items of a Buffer that all members allocated together under this name.
 
+    The result is whether any member has raised its flag.
+
     Args:
         window: number of the step that this is for; must be equal on all members.
+        flag: something to tell the others along with it.
         weight: how much this rank's values count; None is as much as the others'.
 
     Raises:
@@ -61,10 +64,15 @@ class ReduceBucket(Operation):
     kind = Kind.BUCKET
 
     def __init__(
-        self, signature: Signature, buffer: Buffer, window: int = 0, weight: float | None = None
+        self,
+        signature: Signature,
+        buffer: Buffer,
+        window: int = 0,
+        flag: bool = False,
+        weight: float | None = None,
     ) -> None:
         self._buffer = buffer
-        super().__init__(signature, (window, *(() if weight is None else _as_integers(weight))))
+        super().__init__(signature, (window, flag, *(() if weight is None else _as_integers(weight))))
 
     @property
     def nbytes(self) -> int:
@@ -74,10 +82,10 @@ class ReduceBucket(Operation):
     def stand_in(cls, signature: Signature, executor: Any) -> ReduceBucket:
         return _ZeroedBucket(signature, executor)
 
-    def execute(self, transport: Transport, group: Group, terms: Terms) -> None:
+    def execute(self, transport: Transport, group: Group, terms: Terms) -> bool:
         (count,) = self.signature.shape
         _require_one_window(group, terms)
-        weights = [numbers for _, *numbers in terms.extras]
+        weights = [numbers for _, _, *numbers in terms.extras]
         if terms.absent:
             # A rank that has joined cleared its memory only when it heard of this operation.
             transport.barrier(group)
@@ -89,6 +97,7 @@ class ReduceBucket(Operation):
             _shares(weights) if weights[0] else None,
         )
         transport.reduce_buffer(group, self._buffer, dtype_named(self.signature.dtype), count, reduction)
+        return any(flag for _, flag, *_ in terms.extras)
 
 
 class _ZeroedBucket(ReduceBucket):
@@ -98,10 +107,10 @@ class _ZeroedBucket(ReduceBucket):
         super().__init__(signature, Buffer(np.empty(0, np.uint8)))
         self._executor = executor
 
-    def execute(self, transport: Transport, group: Group, terms: Terms) -> None:
+    def execute(self, transport: Transport, group: Group, terms: Terms) -> bool:
         self._buffer = self._executor.buffers[self.signature.name]
         self._buffer.data[...] = 0
-        super().execute(transport, group, terms)
+        return super().execute(transport, group, terms)
 
 
 def _require_one_window(group: Group, terms: Terms) -> None:
