@@ -92,7 +92,7 @@ class GradientReducer:
         self._specs = specs
         self._forget_buckets()
         self._passes = 0
-        self._within_pass = False
+        self._may_skip = False
         self._reductions = 0
 
     def _forget_buckets(self) -> None:
@@ -112,7 +112,6 @@ class GradientReducer:
             InvalidArgumentError: it was added to a gradient that has been reduced for this
                 step already, and reducing that again would count it more than once.
         """
-        self._within_pass = True
         self._plan_again_after_join()
         bucket = self._bucket_of.get(index)
         if bucket is None:
@@ -148,7 +147,6 @@ class GradientReducer:
     def end_pass(self) -> None:
         """A backward pass has ended; the last one of a window returns with reduced gradients."""
         self._passes += 1
-        self._within_pass = False
         if self._passes >= self.passes_per_step:
             self.reduce()
 
@@ -159,22 +157,24 @@ class GradientReducer:
 
     def cleared(self) -> None:
         """The gradients were zeroed: a window begins anew."""
-        if self._passes and not self._within_pass:  # skipped, not computed again after a backward that failed
-            self._windows += 1
         self._passes = 0
-        self._within_pass = False
         self._store.forget_reduced()
         if self._launching:  # by a backward that failed
             self._abandon()
 
+    def announce_step(self) -> None:
+        """A step may follow, or be skipped for what this rank sees in gradients that are not reduced yet."""
+        self._may_skip = self._passes > 0
+
     def before_step(self) -> None:
         """Reduce what no window's end has reduced: the last passes, or all there is before this step."""
+        self._may_skip = False
         if self._passes or not self._reductions:
             self.reduce()
 
     def after_step(self) -> None:
         self._passes = 0
-        self._within_pass = False
+        self._may_skip = False
         self._reductions = 0
         self.steps += 1
         self._windows += 1
@@ -222,7 +222,10 @@ class GradientReducer:
     def _window(self) -> int:
         """This window's number since the ranks last joined, before which they may have made fewer steps."""
         if self._joins != runtime.joins:
-            self._joins, self._windows = runtime.joins, 0
+            self._joins, self._windows, self._may_skip = runtime.joins, 0, False
+        if self._may_skip:
+            self._windows += 1
+            self._may_skip = False
         return self._windows
 
     def _refuse_to_reduce_again(self, indices: Iterable[int]) -> None:

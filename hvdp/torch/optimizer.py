@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 from hvdp._core import submit
 from hvdp._core.compression import Compressor
 from hvdp._core.config import Config
-from hvdp._core.ops import Adasum, Average, ReduceOp, Sum
+from hvdp._core.ops import Adasum, Average, ReduceOp
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
 from hvdp.collectives import no_compression
@@ -22,6 +22,7 @@ from hvdp.optimizer import GradientReducer, Policy
 from hvdp.process_sets import ProcessSet, global_process_set
 from hvdp.scaling import LrScaling
 from hvdp.torch.adasum import DeltaAdasum
+from hvdp.torch.arguments import Groups, NamedParameters, grouped, named, option_fault
 from hvdp.torch.consistency import DriftWatch
 from hvdp.torch.gradients import TorchGradients
 from hvdp.torch.passes import PassWatch
@@ -30,9 +31,7 @@ from hvdp.torch.steps import outermost
 
 __all__ = ["DistributedOptimizer"]
 
-NamedParameters = Iterable[tuple[str, torch.Tensor]]
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
-Groups = int | Sequence[Sequence[torch.Tensor]]
 
 
 def DistributedOptimizer(
@@ -81,9 +80,9 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         fault = "the optimizer is a DistributedOptimizer already"
     else:
-        fault = _option_fault(op, backward_passes_per_step, gradient_predivide_factor, weighted)
-    parameters, names, name_fault = _named(optimizer, named_parameters)
-    sharing, count, group_fault = _grouped(num_groups if groups is None else groups, parameters)
+        fault = option_fault(op, backward_passes_per_step, gradient_predivide_factor, weighted)
+    parameters, names, name_fault = named(optimizer, named_parameters)
+    sharing, count, group_fault = grouped(num_groups if groups is None else groups, parameters)
     fault = fault or name_fault or group_fault
     policy = Policy(
         Average if fault else ReduceOp(op),
@@ -118,7 +117,6 @@ class _Distributed(torch.optim.Optimizer):
     _delta: DeltaAdasum | None
     _drift: DriftWatch
     _lost = ""
-    _step_supports_amp_scaling: bool
     _scale: Callable[[torch.optim.Optimizer], None] | None = None
 
     def _attach(self, reducer: GradientReducer, store: TorchGradients) -> None:
@@ -126,8 +124,6 @@ class _Distributed(torch.optim.Optimizer):
         self._delta = None
         if reducer.policy.op is Adasum:
             self._delta = DeltaAdasum(reducer)
-            # A GradScaler then leaves it to the step whether to skip, so that the ranks can agree on it.
-            self._step_supports_amp_scaling = True
         self._watch(store)
         self.register_step_pre_hook(outermost(_before_step))
         self.register_step_post_hook(outermost(_after_step))
@@ -143,6 +139,15 @@ class _Distributed(torch.optim.Optimizer):
         # The parameters outlive the optimizer: without it nothing must be reduced any more.
         self._detach = weakref.finalize(self, _remove, hooks)
         self._detach.atexit = False
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by a GradScaler, which then steps, or skips the step and says no more.
+
+        With Adasum it leaves it to the step whether to skip, so that the ranks can agree on it.
+        """
+        self._reducer.announce_step()
+        return self._delta is not None or vars(self).get("_step_supports_amp_scaling", False)
 
     def _require_parameters(self) -> None:
         if self._lost:
@@ -200,7 +205,7 @@ class _Distributed(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "_reducer"):
             self._detach()
-            parameters, names, fault = _named(self, None)
+            parameters, names, fault = named(self, None)
             names[: len(self._store.names)] = self._store.names
             store = self._store.of(parameters, names)
             self._reducer.replace(store, store.specs(), fault)
@@ -287,48 +292,3 @@ def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
         if hook is not None:
             hook.remove()
-
-
-def _option_fault(op: int, passes: int, predivide: float, weighted: bool) -> str:
-    """What is wrong with the options, or ""."""
-    if op not in (Average, Sum, Adasum):
-        return f"op must be hvd.Average, hvd.Sum or hvd.Adasum. Received: {op!r}"
-    if passes < 1:
-        return f"backward_passes_per_step must be at least 1. Received: {passes}"
-    if not predivide > 0:
-        return f"gradient_predivide_factor must be positive. Received: {predivide}"
-    if op != Average and (predivide != 1.0 or weighted):
-        return "gradient_predivide_factor and weighted need op=hvd.Average"
-    return ""
-
-
-def _named(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
-) -> tuple[list[torch.Tensor], list[str], str]:
-    """The optimizer's parameters, their names, and what is wrong with these or ""."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if named_parameters is None:
-        return parameters, [f"parameter.{i}" for i in range(len(parameters))], ""
-    names: dict[torch.Tensor, str] = {}
-    fault = ""
-    taken = set()
-    for name, parameter in named_parameters:
-        if name in taken:
-            fault = f"named_parameters gives the name {name!r} twice"
-        taken.add(name)
-        names.setdefault(parameter, name)
-    unnamed = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
-    if unnamed:
-        fault = f"named_parameters lacks {len(unnamed)} parameters of the optimizer, of shapes {unnamed[:3]}"
-    return parameters, [names.get(parameter, "unnamed") for parameter in parameters], fault
-
-
-def _grouped(groups: Groups, parameters: list[torch.Tensor]) -> tuple[tuple[tuple[int, ...], ...], int, str]:
-    """Groups as indices, or their count, and what is wrong with them or ""."""
-    if isinstance(groups, int):
-        return (), max(groups, 0), f"groups must not be negative. Received: {groups}" if groups < 0 else ""
-    index_of = {parameter: index for index, parameter in enumerate(parameters)}
-    flat = [parameter for group in groups for parameter in group]
-    if len(set(flat)) != len(flat) or any(parameter not in index_of for parameter in flat):
-        return (), 0, "groups must be lists of the optimizer's parameters, each in one of them at most"
-    return tuple(tuple(index_of[parameter] for parameter in group) for group in groups), 0, ""

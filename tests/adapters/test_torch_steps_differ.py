@@ -95,6 +95,22 @@ def an_inf_that_one_rank_sees_alone() -> None:
     assert a.item() == -4
 
 
+def passes_that_are_dropped() -> None:
+    """By the ranks that have some left over: no step of theirs, so no error."""
+    rank, _, mean = _start()
+    a = nn.Parameter(torch.zeros(1))
+    optimizer = _sgd(a, backward_passes_per_step=3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(3):
+            (a * (rank + 1)).sum().backward()
+        assert a.grad == 3 * mean
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(rank):
+            a.sum().backward()
+
+
 def an_inf_on_one_rank_with_adasum() -> None:
     """Gradients are local, and yet all ranks skip together, also after unscale_()."""
     rank, _, _ = _start()
@@ -143,6 +159,7 @@ CASES = [
     a_backward_too_many,
     steps_before_a_join_do_not_count,
     an_inf_that_one_rank_sees_alone,
+    passes_that_are_dropped,
     an_inf_on_one_rank_with_adasum,
     passes_in_a_step_change,
 ]
