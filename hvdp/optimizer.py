@@ -12,22 +12,20 @@ import contextlib
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import numpy as np
-
-from hvdp._core import submit
+from hvdp._core import sparse
 from hvdp._core.agreement import check_same_parameters
 from hvdp._core.arrays import Array, dtype_named
 from hvdp._core.buckets import BucketPlan, ParameterSpec, Slot, plan
 from hvdp._core.handles import Handle
 from hvdp._core.objects import allgather_object
 from hvdp._core.operations import Allocate, ReduceBucket
-from hvdp._core.ops import Average, Kind, Signature, Sum
+from hvdp._core.ops import Kind, Signature
 from hvdp._core.policy import Policy
 from hvdp._core.runtime import runtime
+from hvdp._core.store import GradientStore
 from hvdp._core.submit import Options
-from hvdp.errors import InvalidArgumentError
+from hvdp.errors import HvdpError, InvalidArgumentError
 from hvdp.transports.base import Buffer
 
 __all__ = ["GradientReducer", "GradientStore", "Policy"]
@@ -36,43 +34,10 @@ __all__ = ["GradientReducer", "GradientStore", "Policy"]
 _MOST_TRIMS = 16  # some milliseconds each, in the first window only
 
 
-class GradientStore(Protocol):
-    """What an adapter does for parameter number `index`; called on the thread of backward or step."""
-
-    def bind(self, index: int, memory: Array) -> None:
-        """From now on `memory` (flat, of the spec's dtype and count) is its place in a bucket."""
-
-    def collect(self, index: int) -> bool:
-        """Bring the current gradient into its place, or zeros if there is none; whether there is one."""
-
-    def deliver(self, index: int) -> None:
-        """Make the reduced content of its place the gradient."""
-
-    def withdraw(self, index: int) -> None:
-        """Leave the parameter without a gradient: no rank that counts has one."""
-
-    def holds_reduced(self, index: int) -> bool:
-        """Whether the current gradient is the one delivered last, so that backward has added to it."""
-
-    def forget_reduced(self) -> None:
-        """What has been delivered is used up, or zeroed."""
-
-    def sparse_dimensions(self, index: int) -> int:
-        """How many of the current gradient's dimensions are sparse; 0 if it is dense or there is none."""
-
-    def sparse_entries(self, index: int, dimensions: int) -> tuple[Array, Array, bool]:
-        """The current gradient's coordinates (entries, dimensions) and values, and whether there is one.
-
-        Equal coordinates are added up; no entries where there is no gradient.
-        """
-
-    def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
-        """Make these entries the gradient, equal coordinates added up."""
-
-
 @dataclass
 class _Bucket:
     plan: BucketPlan
+    name: str
     buffer: Buffer
     marks: Array
     waiting: set[int] = field(default_factory=set)
@@ -114,6 +79,8 @@ class GradientReducer:
         self.passes_per_step = policy.passes_per_step
         self.weight = 1.0
         self.steps = 0
+        self._windows = 0
+        self._joins = runtime.joins
         self.replace(store, specs, fault)
 
     def replace(self, store: GradientStore, specs: Sequence[ParameterSpec], fault: str = "") -> None:
@@ -125,11 +92,14 @@ class GradientReducer:
         self._specs = specs
         self._forget_buckets()
         self._passes = 0
+        self._may_skip = False
         self._reductions = 0
 
     def _forget_buckets(self) -> None:
         self._order: dict[int, None] = {}
-        self._buckets: list[_Bucket] | None = None
+        self._planned = False
+        self._buckets: list[_Bucket] = []
+        self._outside = list(range(len(self._specs)))
         self._bucket_of: dict[int, _Bucket] = {}
         self._sparse: dict[int, int] = {}
         self._incomplete_until = -1
@@ -170,8 +140,8 @@ class GradientReducer:
         Returns:
             The parameters in each bucket; those with sparse gradients are in none.
         """
-        if self._buckets is None:
-            self._buckets = self._make_buckets()
+        if not self._planned:
+            self._add_buckets()
         return [tuple(slot.parameter for slot in bucket.plan.slots) for bucket in self._buckets]
 
     def end_pass(self) -> None:
@@ -190,21 +160,24 @@ class GradientReducer:
         self._passes = 0
         self._store.forget_reduced()
         if self._launching:  # by a backward that failed
-            for bucket in self._buckets or ():
-                if bucket.handle is not None:
-                    bucket.handle.wait()
-                bucket.rearm()
-            self._launching = False
+            self._abandon()
+
+    def announce_step(self) -> None:
+        """A step may follow, or be skipped for what this rank sees in gradients that are not reduced yet."""
+        self._may_skip = self._passes > 0
 
     def before_step(self) -> None:
         """Reduce what no window's end has reduced: the last passes, or all there is before this step."""
+        self._may_skip = False
         if self._passes or not self._reductions:
             self.reduce()
 
     def after_step(self) -> None:
         self._passes = 0
+        self._may_skip = False
         self._reductions = 0
         self.steps += 1
+        self._windows += 1
         self._store.forget_reduced()
 
     def reduce(self) -> None:
@@ -213,17 +186,47 @@ class GradientReducer:
         self._passes = 0
         self._reductions += 1
         self._plan_again_after_join()
-        if self._buckets is None:
-            self._buckets = self._make_buckets()
-        sparse = [self._launch_sparse(index, dimensions) for index, dimensions in self._sparse.items()]
-        for bucket in self._buckets:
+        if not self._planned:
+            self._add_buckets()
+        if self._reduce(self._buckets, self._sparse):
+            known = set(self._sparse)
+            added = self._add_buckets()
+            self._reduce(added, [index for index in self._sparse if index not in known])
+        self._launching = False
+
+    def _reduce(self, buckets: Sequence[_Bucket], sparse_ones: Iterable[int]) -> bool:
+        """Whether a parameter without a bucket may have a gradient, on any rank."""
+        gathered = {index: self._launch_sparse(index) for index in sparse_ones}
+        for bucket in buckets:
             if bucket.handle is None:
                 self._launch(bucket)
+        try:
+            unfrozen = [self._finish(bucket) for bucket in buckets]
+            for index, handle in gathered.items():
+                sparse.finish(self._store, index, self.policy.op, handle)
+        except HvdpError:
+            self._abandon(gathered.values())
+            raise
+        return any(unfrozen)
+
+    def _abandon(self, gathered: Iterable[Handle] = ()) -> None:
+        """Let what is in flight end, however it ends, and be ready to begin anew."""
+        for handle in [*gathered, *(bucket.handle for bucket in self._buckets)]:
+            with contextlib.suppress(HvdpError):
+                if handle is not None:
+                    handle.wait()
         for bucket in self._buckets:
-            self._finish(bucket)
+            bucket.rearm()
         self._launching = False
-        for index, handle in zip(self._sparse, sparse, strict=True):
-            self._finish_sparse(index, handle)
+
+    def _window(self) -> int:
+        """This window's number since the ranks last joined, before which they may have made fewer steps."""
+        if self._joins != runtime.joins:
+            self._joins, self._windows, self._may_skip = runtime.joins, 0, False
+        if self._may_skip:
+            self._windows += 1
+            self._may_skip = False
+        return self._windows
 
     def _refuse_to_reduce_again(self, indices: Iterable[int]) -> None:
         if self._reductions and not self.policy.repeatable and any(map(self._store.holds_reduced, indices)):
@@ -240,10 +243,9 @@ class GradientReducer:
     def _launch(self, bucket: _Bucket) -> None:
         for mark, slot in enumerate(bucket.plan.slots):
             bucket.marks[mark] = self._store.collect(slot.parameter)
-        assert self._buckets is not None
         signature = Signature(
             Kind.BUCKET,
-            f"{self.name}.{self._buckets.index(bucket)}",
+            bucket.name,
             self.policy.process_set,
             dtype=bucket.plan.dtype,
             shape=(bucket.plan.count,),
@@ -251,84 +253,75 @@ class GradientReducer:
             prescale_factor=1.0 / self.policy.predivide,
             postscale_factor=self.policy.predivide,
         )
+        unfrozen = bucket is self._buckets[0] and any(map(self._store.awaits, self._outside))
         weight = self.weight if self.policy.weighted else None
-        engine = runtime.require("DistributedOptimizer")
-        (bucket.handle,) = engine.submit(ReduceBucket(signature, bucket.buffer, weight))
+        operation = ReduceBucket(signature, bucket.buffer, self._window(), unfrozen, weight)
+        (bucket.handle,) = runtime.require("DistributedOptimizer").submit(operation)
 
-    def _finish(self, bucket: _Bucket) -> None:
+    def _finish(self, bucket: _Bucket) -> bool:
         assert bucket.handle is not None
-        bucket.handle.wait()
+        unfrozen = bucket.handle.wait()
         for mark, slot in enumerate(bucket.plan.slots):
             if bucket.marks[mark]:
                 self._store.deliver(slot.parameter)
             else:
                 self._store.withdraw(slot.parameter)
         bucket.rearm()
+        return bool(unfrozen)
 
-    def _launch_sparse(self, index: int, dimensions: int) -> Handle:
-        coordinates, values, exists = self._store.sparse_entries(index, dimensions)
+    def _launch_sparse(self, index: int) -> Handle:
         weight = self.weight if self.policy.weighted else 1.0
-        if not weight:
-            # Not by multiplication: the mean of no samples is not a number.
-            coordinates, values, exists = coordinates[:0], values[:0], False
-        elif weight != 1.0:
-            values = values * values.dtype.type(weight)
         options = Options(f"{self.name}.sparse.{index}", self.policy.process_set)
-        return submit.grouped(
-            [
-                submit.allgather(coordinates, options.numbered(0)),
-                submit.allgather(values, options.numbered(1)),
-                submit.allreduce(np.array([weight, exists]), Sum, 1.0, 1.0, options.numbered(2)),
-            ]
-        )
+        return sparse.launch(self._store, index, self._sparse[index], weight, self._window(), options)
 
-    def _finish_sparse(self, index: int, handle: Handle) -> None:
-        coordinates, values, (weights, existing) = handle.wait()
-        if existing:
-            if self.policy.op is Average:
-                values /= values.dtype.type(weights or 1.0)
-            self._store.deliver_sparse(index, coordinates, values)
-        else:
-            self._store.withdraw(index)
+    def _add_buckets(self) -> list[_Bucket]:
+        """Agree on which parameters get buckets now, in which order, and which have sparse gradients.
 
-    def _make_buckets(self) -> list[_Bucket]:
-        """Agree on the order and on which gradients are sparse, and move gradients into buckets."""
+        Parameters that are frozen on all ranks get none, as long as others have one: a rank's
+        submission for the first bucket tells the others that it has unfrozen some.
+        """
         engine = runtime.require("DistributedOptimizer")
-        policy = self.policy
-        unseen = [index for index in reversed(range(len(self._specs))) if index not in self._order]
-        own_sparse = {index: self._store.sparse_dimensions(index) for index in range(len(self._specs))}
+        policy, store, outside = self.policy, self._store, self._outside
+        unseen = [index for index in reversed(outside) if index not in self._order]
         views = allgather_object(
-            ([*self._order, *unseen], own_sparse), f"{self.name}.order", policy.process_set
+            (
+                [*(index for index in self._order if index not in self._bucket_of), *unseen],
+                {index: store.sparse_dimensions(index) for index in outside},
+                [index for index in outside if store.awaits(index)],
+            ),
+            f"{self.name}.order",
+            policy.process_set,
         )
-        if len(views) < engine.group(policy.process_set).size:
+        awaited = {index for _, _, theirs in views for index in theirs}
+        dimensions = {index: max(theirs[index] for _, theirs, _ in views) for index in outside}
+        if not self._buckets and all(dimensions[index] for index in awaited):
+            awaited = set(outside)
+        self._sparse.update({index: dimensions[index] for index in sorted(awaited) if dimensions[index]})
+        self._outside = [index for index in outside if index not in awaited]
+        if self._outside or len(views) < engine.group(policy.process_set).size:
             self._incomplete_until = runtime.joins
-        self._sparse = {
-            index: dimensions
-            for index in own_sparse
-            if (dimensions := max(sparse[index] for _, sparse in views))
-        }
-        order = [index for index in views[0][0] if index not in self._sparse]
+        order = [index for index in views[0][0] if index in awaited and not dimensions[index]]
         plans = plan(self._specs, order, policy.bucket_bytes, policy.groups, policy.group_count)
         total, moved = sum(bucket_plan.nbytes for bucket_plan in plans), 0
-        buckets = []
-        for number, bucket_plan in enumerate(plans):
-            allocate = Allocate(
-                f"{self.name}.{number}", bucket_plan.nbytes, policy.process_set, engine.executor
-            )
-            buffer = engine.run(allocate)
+        added = []
+        for number, bucket_plan in enumerate(plans, len(self._buckets)):
+            name = f"{self.name}.{number}"
+            buffer = engine.run(Allocate(name, bucket_plan.nbytes, policy.process_set, engine.executor))
             assert isinstance(buffer, Buffer)
             memory = buffer.view(dtype_named(bucket_plan.dtype), bucket_plan.count)
-            bucket = _Bucket(bucket_plan, buffer, memory[bucket_plan.marks_start :])
+            bucket = _Bucket(bucket_plan, name, buffer, memory[bucket_plan.marks_start :])
             bucket.rearm()
             for slot in bucket_plan.slots:
                 self._bucket_of[slot.parameter] = bucket
                 self._bind(slot, memory)
-            buckets.append(bucket)
+            added.append(bucket)
             moved += bucket_plan.nbytes
             if moved * _MOST_TRIMS >= total:
                 _return_freed_memory()
                 moved = 0
-        return buckets
+        self._planned = True
+        self._buckets += added
+        return added
 
     def _bind(self, slot: Slot, memory: Array) -> None:
         self._store.bind(slot.parameter, memory[slot.start : slot.start + slot.count])

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdp._core.ops import Signature
 
-__all__ = ["absent", "crossed", "farewell", "gone", "invalid", "mismatch", "ranks_text"]
+__all__ = ["absent", "crossed", "farewell", "gone", "invalid", "mismatch", "ranks_text", "windows"]
 
 _SHOWN = 8
 
@@ -54,6 +54,16 @@ def mismatch(signatures: Mapping[int, Signature]) -> str:
     return (
         f"the ranks disagree about {_call(first)}: {'; '.join(parts)}. "
         "Every rank must submit the same under one name."
+    )
+
+
+def windows(numbers: Mapping[int, int]) -> str:
+    """Args: numbers: of each rank's window; empty if not known."""
+    held = ", ".join(f"the one after {n} on {ranks_text(ranks)}" for n, ranks in _holders(numbers).items())
+    return (
+        f"the ranks reduce gradients of different steps{': ' if held else ''}{held}. Every rank must make "
+        "as many backward() calls as the others between two steps, and step, or skip a step, together "
+        "with them."
     )
 
 

@@ -14,6 +14,7 @@ from hvdp.consistency import Entry, digest, find_drift
 from hvdp.epochs import check_epochs
 from hvdp.errors import InvalidArgumentError, MismatchError
 from hvdp.process_sets import ProcessSet, global_process_set
+from hvdp.torch.steps import outermost
 
 __all__ = ["DriftWatch", "check_consistency"]
 
@@ -76,10 +77,9 @@ class DriftWatch:
         # Steps since the last join: the ranks made different numbers of them before.
         self._since = 0
         if runtime.require("DistributedOptimizer").group(process_set).size > 1:
-            optimizer.register_step_pre_hook(self._before)
-            optimizer.register_step_post_hook(self._after)
+            optimizer.register_step_pre_hook(outermost(self._before))
+            optimizer.register_step_post_hook(outermost(self._after))
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.step or self._joins != runtime.joins:
             return
@@ -97,7 +97,6 @@ class DriftWatch:
             "at the first step %s: call hvd.%s before training, or the ranks train apart", drift, call
         )
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._joins != runtime.joins:
             self._joins, self._since = runtime.joins, 0

@@ -59,6 +59,10 @@ class TorchGradients:
     def _lives_in_place(self, index: int) -> bool:
         return self._plain and self.parameters[index].device.type == "cpu"
 
+    def awaits(self, index: int) -> bool:
+        parameter = self.parameters[index]
+        return parameter.requires_grad or parameter.grad is not None
+
     def bind(self, index: int, memory: Array) -> None:
         sent = self.parameters[index].detach()
         if not self._plain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 from hvdp._core import submit
 from hvdp._core.compression import Compressor
 from hvdp._core.config import Config
-from hvdp._core.ops import Adasum, Average, ReduceOp, Sum
+from hvdp._core.ops import Adasum, Average, ReduceOp
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
 from hvdp.collectives import no_compression
@@ -22,16 +22,16 @@ from hvdp.optimizer import GradientReducer, Policy
 from hvdp.process_sets import ProcessSet, global_process_set
 from hvdp.scaling import LrScaling
 from hvdp.torch.adasum import DeltaAdasum
+from hvdp.torch.arguments import Groups, NamedParameters, grouped, named, option_fault
 from hvdp.torch.consistency import DriftWatch
 from hvdp.torch.gradients import TorchGradients
 from hvdp.torch.passes import PassWatch
 from hvdp.torch.rates import rate_scaler
+from hvdp.torch.steps import outermost
 
 __all__ = ["DistributedOptimizer"]
 
-NamedParameters = Iterable[tuple[str, torch.Tensor]]
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
-Groups = int | Sequence[Sequence[torch.Tensor]]
 
 
 def DistributedOptimizer(
@@ -53,7 +53,8 @@ def DistributedOptimizer(
     The optimizer itself is changed and returned: it stays an instance of its class, and
     schedulers that hold it stay valid. Gradients are averaged when the last `backward()`
     of a step's `backward_passes_per_step` returns, so clipping, `GradScaler` and logging
-    see averaged gradients without any further call.
+    see averaged gradients without any further call. A window with fewer passes than that is
+    reduced by `step()`, or by `synchronize()`, which then has to come before clipping.
 
     Args:
         named_parameters: `model.named_parameters()`, for messages; must name every parameter.
@@ -79,9 +80,9 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         fault = "the optimizer is a DistributedOptimizer already"
     else:
-        fault = _option_fault(op, backward_passes_per_step, gradient_predivide_factor, weighted)
-    parameters, names, name_fault = _named(optimizer, named_parameters)
-    sharing, count, group_fault = _grouped(num_groups if groups is None else groups, parameters)
+        fault = option_fault(op, backward_passes_per_step, gradient_predivide_factor, weighted)
+    parameters, names, name_fault = named(optimizer, named_parameters)
+    sharing, count, group_fault = grouped(num_groups if groups is None else groups, parameters)
     fault = fault or name_fault or group_fault
     policy = Policy(
         Average if fault else ReduceOp(op),
@@ -115,18 +116,22 @@ class _Distributed(torch.optim.Optimizer):
     _store: TorchGradients
     _delta: DeltaAdasum | None
     _drift: DriftWatch
+    _lost = ""
     _scale: Callable[[torch.optim.Optimizer], None] | None = None
 
     def _attach(self, reducer: GradientReducer, store: TorchGradients) -> None:
         self._reducer = reducer
-        self._delta = DeltaAdasum(reducer) if reducer.policy.op is Adasum else None
+        self._delta = None
+        if reducer.policy.op is Adasum:
+            self._delta = DeltaAdasum(reducer)
         self._watch(store)
-        self.register_step_pre_hook(_before_step)
-        self.register_step_post_hook(_after_step)
+        self.register_step_pre_hook(outermost(_before_step))
+        self.register_step_post_hook(outermost(_after_step))
         self._drift = DriftWatch(self, reducer.policy.process_set, reducer.name)
 
     def _watch(self, store: TorchGradients) -> None:
         self._store = store
+        _take_over(self)
         hooks = []
         if self._delta is None:
             watch = PassWatch(self._reducer)
@@ -135,8 +140,27 @@ class _Distributed(torch.optim.Optimizer):
         self._detach = weakref.finalize(self, _remove, hooks)
         self._detach.atexit = False
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by a GradScaler, which then steps, or skips the step and says no more.
+
+        With Adasum it leaves it to the step whether to skip, so that the ranks can agree on it.
+        """
+        self._reducer.announce_step()
+        return self._delta is not None or vars(self).get("_step_supports_amp_scaling", False)
+
+    def _require_parameters(self) -> None:
+        if self._lost:
+            raise InvalidArgumentError(
+                f"parameter {self._lost!r} belongs to a DistributedOptimizer that was made later, so this "
+                "one no longer reduces gradients. Of two that share parameters only the newer can be used: "
+                "give all parameters to one optimizer, in several parameter groups, or the shared ones to "
+                "one of the two."
+            )
+
     def synchronize(self) -> None:
         """Reduce what no backward pass has reduced yet; Horovod scripts call it before clipping."""
+        self._require_parameters()
         if self._delta is None:
             self._reducer.before_step()
 
@@ -181,7 +205,7 @@ class _Distributed(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "_reducer"):
             self._detach()
-            parameters, names, fault = _named(self, None)
+            parameters, names, fault = named(self, None)
             names[: len(self._store.names)] = self._store.names
             store = self._store.of(parameters, names)
             self._reducer.replace(store, store.specs(), fault)
@@ -195,10 +219,27 @@ class _Distributed(torch.optim.Optimizer):
         return base.__new__, (base,), self.__getstate__()
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+_live: weakref.WeakSet[_Distributed] = weakref.WeakSet()
+
+
+def _take_over(optimizer: _Distributed) -> None:
+    """The optimizer's parameters are its own from now on: two would reduce one gradient twice."""
+    optimizer._lost = ""
+    mine = set(map(id, optimizer._store.parameters))
+    for other in set(_live) - {optimizer}:
+        store = other._store
+        shared = [name for p, name in zip(store.parameters, store.names, strict=True) if id(p) in mine]
+        if shared:
+            other._lost = shared[0]
+            other._detach()
+            _live.discard(other)
+    _live.add(optimizer)
+
+
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    optimizer._require_parameters()
     if optimizer._delta is not None:
-        optimizer._delta.before_step(optimizer._store.parameters)
+        optimizer._delta.before_step(optimizer, optimizer._store.parameters)
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -207,7 +248,6 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args[:1], {**kwargs, "closure": _averaging(closure, optimizer._reducer)}
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if optimizer._delta is not None:
         optimizer._delta.after_step(optimizer._store.parameters)
@@ -252,48 +292,3 @@ def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
         if hook is not None:
             hook.remove()
-
-
-def _option_fault(op: int, passes: int, predivide: float, weighted: bool) -> str:
-    """What is wrong with the options, or ""."""
-    if op not in (Average, Sum, Adasum):
-        return f"op must be hvd.Average, hvd.Sum or hvd.Adasum. Received: {op!r}"
-    if passes < 1:
-        return f"backward_passes_per_step must be at least 1. Received: {passes}"
-    if not predivide > 0:
-        return f"gradient_predivide_factor must be positive. Received: {predivide}"
-    if op != Average and (predivide != 1.0 or weighted):
-        return "gradient_predivide_factor and weighted need op=hvd.Average"
-    return ""
-
-
-def _named(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
-) -> tuple[list[torch.Tensor], list[str], str]:
-    """The optimizer's parameters, their names, and what is wrong with these or ""."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if named_parameters is None:
-        return parameters, [f"parameter.{i}" for i in range(len(parameters))], ""
-    names: dict[torch.Tensor, str] = {}
-    fault = ""
-    taken = set()
-    for name, parameter in named_parameters:
-        if name in taken:
-            fault = f"named_parameters gives the name {name!r} twice"
-        taken.add(name)
-        names.setdefault(parameter, name)
-    unnamed = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
-    if unnamed:
-        fault = f"named_parameters lacks {len(unnamed)} parameters of the optimizer, of shapes {unnamed[:3]}"
-    return parameters, [names.get(parameter, "unnamed") for parameter in parameters], fault
-
-
-def _grouped(groups: Groups, parameters: list[torch.Tensor]) -> tuple[tuple[tuple[int, ...], ...], int, str]:
-    """Groups as indices, or their count, and what is wrong with them or ""."""
-    if isinstance(groups, int):
-        return (), max(groups, 0), f"groups must not be negative. Received: {groups}" if groups < 0 else ""
-    index_of = {parameter: index for index, parameter in enumerate(parameters)}
-    flat = [parameter for group in groups for parameter in group]
-    if len(set(flat)) != len(flat) or any(parameter not in index_of for parameter in flat):
-        return (), 0, "groups must be lists of the optimizer's parameters, each in one of them at most"
-    return tuple(tuple(index_of[parameter] for parameter in group) for group in groups), 0, ""

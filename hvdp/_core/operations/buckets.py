@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from hvdp._core import wording
 from hvdp._core.arrays import dtype_named
 from hvdp._core.operation import Operation, Terms
 from hvdp._core.ops import Kind, ReduceOp, Reduction, Signature
 from hvdp._core.process_sets import Group
+from hvdp.errors import MismatchError
 from hvdp.transports.base import Buffer, Transport
 
 __all__ = ["Allocate", "ReduceBucket"]
@@ -47,15 +50,29 @@ class Allocate(Operation):
 class ReduceBucket(Operation):
     """Allreduce the first items of a Buffer that all members allocated together under this name.
 
+    The result is whether any member has raised its flag.
+
     Args:
+        window: number of the step that this is for; must be equal on all members.
+        flag: something to tell the others along with it.
         weight: how much this rank's values count; None is as much as the others'.
+
+    Raises:
+        MismatchError: when it runs, on every member.
     """
 
     kind = Kind.BUCKET
 
-    def __init__(self, signature: Signature, buffer: Buffer, weight: float | None = None) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        buffer: Buffer,
+        window: int = 0,
+        flag: bool = False,
+        weight: float | None = None,
+    ) -> None:
         self._buffer = buffer
-        super().__init__(signature, () if weight is None else _as_integers(weight))
+        super().__init__(signature, (window, flag, *(() if weight is None else _as_integers(weight))))
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +82,10 @@ class ReduceBucket(Operation):
     def stand_in(cls, signature: Signature, executor: Any) -> ReduceBucket:
         return _ZeroedBucket(signature, executor)
 
-    def execute(self, transport: Transport, group: Group, terms: Terms) -> None:
+    def execute(self, transport: Transport, group: Group, terms: Terms) -> bool:
         (count,) = self.signature.shape
+        _require_one_window(group, terms)
+        weights = [numbers for _, _, *numbers in terms.extras]
         if terms.absent:
             # A rank that has joined cleared its memory only when it heard of this operation.
             transport.barrier(group)
@@ -75,9 +94,10 @@ class ReduceBucket(Operation):
             group.size - len(terms.absent),
             self.signature.prescale_factor,
             self.signature.postscale_factor,
-            _shares(terms.extras) if terms.extras[0] else None,
+            _shares(weights) if weights[0] else None,
         )
         transport.reduce_buffer(group, self._buffer, dtype_named(self.signature.dtype), count, reduction)
+        return any(flag for _, flag, *_ in terms.extras)
 
 
 class _ZeroedBucket(ReduceBucket):
@@ -87,10 +107,20 @@ class _ZeroedBucket(ReduceBucket):
         super().__init__(signature, Buffer(np.empty(0, np.uint8)))
         self._executor = executor
 
-    def execute(self, transport: Transport, group: Group, terms: Terms) -> None:
+    def execute(self, transport: Transport, group: Group, terms: Terms) -> bool:
         self._buffer = self._executor.buffers[self.signature.name]
         self._buffer.data[...] = 0
-        super().execute(transport, group, terms)
+        return super().execute(transport, group, terms)
+
+
+def _require_one_window(group: Group, terms: Terms) -> None:
+    numbers = {
+        rank: window
+        for rank, (window, *_) in zip(group.ranks, terms.extras, strict=True)
+        if rank not in terms.absent
+    }
+    if len(set(numbers.values())) > 1:
+        raise MismatchError(wording.windows(numbers))
 
 
 def _as_integers(weight: float) -> tuple[int, ...]:
@@ -98,7 +128,7 @@ def _as_integers(weight: float) -> tuple[int, ...]:
     return struct.unpack("<q", struct.pack("<d", weight))
 
 
-def _shares(extras: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
+def _shares(extras: Sequence[Sequence[int]]) -> tuple[float, ...]:
     """The members' weights as parts of their sum; of joined ones 0."""
     weights = [struct.unpack("<d", struct.pack("<q", *numbers))[0] for numbers in extras]
     total = sum(weights) or 1.0

@@ -1,0 +1,53 @@
+"""Sparse gradients: every rank's entries are gathered, and added up where they are used."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdp._core import submit, wording
+from hvdp._core.handles import Handle
+from hvdp._core.ops import Average, ReduceOp, Sum
+from hvdp._core.store import GradientStore
+from hvdp._core.submit import Options
+from hvdp.errors import MismatchError
+
+__all__ = ["finish", "launch"]
+
+
+def launch(
+    store: GradientStore, index: int, dimensions: int, weight: float, window: int, options: Options
+) -> Handle:
+    """Start to gather one parameter's entries.
+
+    Args:
+        weight: how much this rank's entries count.
+        window: number of the window that they are of, equal on all ranks.
+    """
+    coordinates, values, exists = store.sparse_entries(index, dimensions)
+    if not weight:
+        # Not by multiplication: the mean of no samples is not a number.
+        coordinates, values, exists = coordinates[:0], values[:0], False
+    elif weight != 1.0:
+        values = values * values.dtype.type(weight)
+    return submit.grouped(
+        [
+            submit.allgather(coordinates, options.numbered(0)),
+            submit.allgather(values, options.numbered(1)),
+            submit.allreduce(
+                np.array([weight, exists, 1, window, window * window]), Sum, 1.0, 1.0, options.numbered(2)
+            ),
+        ]
+    )
+
+
+def finish(store: GradientStore, index: int, op: ReduceOp, handle: Handle) -> None:
+    """Wait for all ranks' entries and make them the gradient."""
+    coordinates, values, (weights, existing, ranks, windows, squares) = handle.wait()
+    if ranks * squares != windows * windows:  # equal where all windows are, and only there
+        raise MismatchError(wording.windows({}))
+    if existing:
+        if op is Average:
+            values /= values.dtype.type(weights or 1.0)
+        store.deliver_sparse(index, coordinates, values)
+    else:
+        store.withdraw(index)

@@ -1,0 +1,46 @@
+"""What the mechanism of gradients asks of a framework's tensors."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hvdp._core.arrays import Array
+
+__all__ = ["GradientStore"]
+
+
+class GradientStore(Protocol):
+    """What an adapter does for parameter number `index`; called on the thread of backward or step."""
+
+    def awaits(self, index: int) -> bool:
+        """Whether it has a gradient or may get one: it is not frozen."""
+
+    def bind(self, index: int, memory: Array) -> None:
+        """From now on `memory` (flat, of the spec's dtype and count) is its place in a bucket."""
+
+    def collect(self, index: int) -> bool:
+        """Bring the current gradient into its place, or zeros if there is none; whether there is one."""
+
+    def deliver(self, index: int) -> None:
+        """Make the reduced content of its place the gradient."""
+
+    def withdraw(self, index: int) -> None:
+        """Leave the parameter without a gradient: no rank that counts has one."""
+
+    def holds_reduced(self, index: int) -> bool:
+        """Whether the current gradient is the one delivered last, so that backward has added to it."""
+
+    def forget_reduced(self) -> None:
+        """What has been delivered is used up, or zeroed."""
+
+    def sparse_dimensions(self, index: int) -> int:
+        """How many of the current gradient's dimensions are sparse; 0 if it is dense or there is none."""
+
+    def sparse_entries(self, index: int, dimensions: int) -> tuple[Array, Array, bool]:
+        """The current gradient's coordinates (entries, dimensions) and values, and whether there is one.
+
+        Equal coordinates are added up; no entries where there is no gradient.
+        """
+
+    def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
+        """Make these entries the gradient, equal coordinates added up."""

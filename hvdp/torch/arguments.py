@@ -1,0 +1,59 @@
+"""What a DistributedOptimizer was asked for, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hvdp._core.ops import Adasum, Average, Sum
+
+__all__ = ["Groups", "NamedParameters", "grouped", "named", "option_fault"]
+
+NamedParameters = Iterable[tuple[str, torch.Tensor]]
+Groups = int | Sequence[Sequence[torch.Tensor]]
+
+
+def option_fault(op: int, passes: int, predivide: float, weighted: bool) -> str:
+    """What is wrong with the options, or ""."""
+    if op not in (Average, Sum, Adasum):
+        return f"op must be hvd.Average, hvd.Sum or hvd.Adasum. Received: {op!r}"
+    if passes < 1:
+        return f"backward_passes_per_step must be at least 1. Received: {passes}"
+    if not predivide > 0:
+        return f"gradient_predivide_factor must be positive. Received: {predivide}"
+    if op != Average and (predivide != 1.0 or weighted):
+        return "gradient_predivide_factor and weighted need op=hvd.Average"
+    return ""
+
+
+def named(
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
+) -> tuple[list[torch.Tensor], list[str], str]:
+    """The optimizer's parameters, their names, and what is wrong with these or ""."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if named_parameters is None:
+        return parameters, [f"parameter.{i}" for i in range(len(parameters))], ""
+    names: dict[torch.Tensor, str] = {}
+    fault = ""
+    taken = set()
+    for name, parameter in named_parameters:
+        if name in taken:
+            fault = f"named_parameters gives the name {name!r} twice"
+        taken.add(name)
+        names.setdefault(parameter, name)
+    unnamed = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
+    if unnamed:
+        fault = f"named_parameters lacks {len(unnamed)} parameters of the optimizer, of shapes {unnamed[:3]}"
+    return parameters, [names.get(parameter, "unnamed") for parameter in parameters], fault
+
+
+def grouped(groups: Groups, parameters: list[torch.Tensor]) -> tuple[tuple[tuple[int, ...], ...], int, str]:
+    """Groups as indices, or their count, and what is wrong with them or ""."""
+    if isinstance(groups, int):
+        return (), max(groups, 0), f"groups must not be negative. Received: {groups}" if groups < 0 else ""
+    index_of = {parameter: index for index, parameter in enumerate(parameters)}
+    flat = [parameter for group in groups for parameter in group]
+    if len(set(flat)) != len(flat) or any(parameter not in index_of for parameter in flat):
+        return (), 0, "groups must be lists of the optimizer's parameters, each in one of them at most"
+    return tuple(tuple(index_of[parameter] for parameter in group) for group in groups), 0, ""
