@@ -131,6 +131,6 @@ def _run_all() -> None:
         case()
 
 
-@pytest.mark.parametrize("world", worlds(shm=(2, 3)), ids=str)
+@pytest.mark.parametrize("world", worlds(shm=(3,)), ids=str)
 def test_frozen(world: World) -> None:
     world.run(_run_all, env=SMALL_BUCKETS, timeout=100)

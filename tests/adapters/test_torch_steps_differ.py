@@ -170,6 +170,6 @@ def _run_all() -> None:
         case()
 
 
-@pytest.mark.parametrize("world", worlds(shm=(2, 3)), ids=str)
+@pytest.mark.parametrize("world", worlds(shm=(3,)), ids=str)
 def test_steps(world: World) -> None:
     world.run(_run_all, timeout=100)

@@ -174,7 +174,7 @@ def _mixed(seconds: float) -> Counter[bool]:
 
 @several
 def test_offers_and_messages_keep_one_order(world: World) -> None:
-    for outcomes in world.run(_mixed, 6.0):
+    for outcomes in world.run(_mixed, 4.0):
         assert outcomes[False] > 0, outcomes
         # With more ranks than cores they hardly ever come together.
         assert outcomes[True] > 0 or world.size > 2, outcomes
