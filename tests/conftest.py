@@ -67,7 +67,8 @@ def _describe(process: psutil.Process) -> str:
 
 
 def _files() -> set[Path]:
-    return {*Path("/dev/shm").iterdir(), *Path(tempfile.gettempdir()).glob("hvdp*")}
+    temporary = Path(tempfile.gettempdir())
+    return {*Path("/dev/shm").iterdir(), *temporary.glob("hvdp*"), *Path("/tmp").glob("hydra_*")}
 
 
 def _is_anothers(file: Path) -> bool:
@@ -77,8 +78,11 @@ def _is_anothers(file: Path) -> bool:
         return True
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(_MARK) == os.environ[_MARK]:
+            environment = process.environ()
+            if environment.get(_MARK) == os.environ[_MARK]:
                 continue
+            if str(file) in environment.values():
+                return True
             maps = Path(f"/proc/{process.pid}/maps").read_text()
             if str(file) in maps or any(str(file) == opened.path for opened in process.open_files()):
                 return True

@@ -20,7 +20,7 @@ from hvdp.launch.arguments import EXAMPLE, Options, parse
 from hvdp.launch.blame import exit_code
 from hvdp.launch.console import Console
 from hvdp.launch.direct import Children
-from hvdp.launch.guardian import MARK, Guardian, adopt_orphans, reap_orphans, remove_segments
+from hvdp.launch.guardian import MARK, Guardian, adopt_orphans, reap_orphans, remove_files
 from hvdp.launch.hosts import Host, is_here, parse_hostfile, parse_hosts, place_ranks
 from hvdp.launch.job import Job, Starter
 from hvdp.launch.loop import Loop
@@ -99,7 +99,7 @@ def _run(options: Options, console: Console, env: Mapping[str, str]) -> int:
         finally:
             reap_orphans()
     # Also after success: ranks that caught a peer's failure end well without finalising MPI.
-    remove_segments(began)
+    remove_files(began)
     return status
 
 

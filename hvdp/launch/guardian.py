@@ -18,14 +18,20 @@ import sys
 import time
 from collections.abc import Collection
 
-__all__ = ["MARK", "Guardian", "adopt_orphans", "reap_orphans", "remove_segments", "sweep"]
+__all__ = ["MARK", "Guardian", "adopt_orphans", "reap_orphans", "remove_files", "sweep"]
 
 MARK = "HVDP_JOB"
 """The variable that marks every process of a job."""
 
 _GOODBYE = b"goodbye\n"
-# MPICH's, then Open MPI's of today and yesterday.
-_SEGMENTS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")
+# MPICH's, Open MPI's of today and yesterday, and what MPICH's hydra tells its ranks of the host.
+_LEFT_BY_MPI = (
+    "/dev/shm/mpich_shm_*",
+    "/dev/shm/sm_segment.*",
+    "/dev/shm/vader_segment.*",
+    "/tmp/hydra_hwloc_xmlfile_*",
+)
+_BEFORE_RANKS = 0.5  # seconds
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -86,21 +92,29 @@ def sweep(job: str | None, groups: Collection[int], patience: float) -> None:
         number = signal.SIGKILL
 
 
-def remove_segments(since: float) -> None:
-    """Unlink the shared memory that an MPI leaves in /dev/shm when its processes are killed.
+def remove_files(since: float) -> None:
+    """Unlink what an MPI leaves in /dev/shm and /tmp when its processes are killed.
 
     Args:
-        since: time of day; only files made later and mapped by no living process are taken.
+        since: time of day; only files made later are taken, of which no living process maps any or
+            has one named in its environment, as MPICH's ranks have their description of the host.
     """
-    left = set()
-    for path in (path for pattern in _SEGMENTS for path in glob.glob(f"/dev/shm/{pattern}")):
+    left, young = set(), set()
+    for path in (path for pattern in _LEFT_BY_MPI for path in glob.glob(pattern)):
         with contextlib.suppress(OSError):
             status = os.stat(path)
             if status.st_uid == os.getuid() and status.st_mtime >= since:
                 left.add(path)
-    for maps in glob.glob("/proc/[0-9]*/maps") if left else ():
-        with contextlib.suppress(OSError), open(maps) as file:
-            left -= {line.split()[-1] for line in file if "/dev/shm/" in line}
+                if path.startswith("/tmp/") and time.time() - status.st_mtime < _BEFORE_RANKS:
+                    young.add(path)
+    for process in glob.glob("/proc/[0-9]*") if left else ():
+        for table in ("maps", "environ", "comm"):
+            with contextlib.suppress(OSError), open(f"{process}/{table}", "rb") as file:
+                text = file.read()
+                left = {path for path in left if path.encode() not in text}
+                if table == "comm" and text.startswith(b"hydra_pmi_proxy"):
+                    # It may have made one for ranks that it has not started yet.
+                    left -= young
     for path in left:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -176,7 +190,7 @@ def main() -> None:
             return
         groups.add(int(line))
     sweep(sys.argv[1], groups, patience=1.5)
-    remove_segments(began)
+    remove_files(began)
 
 
 if __name__ == "__main__":

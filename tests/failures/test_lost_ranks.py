@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdp.launch.guardian import remove_segments
+from hvdp.launch.guardian import remove_files
 from hvdp.testing import Completed, run_script
 
 NUMPY = """
@@ -182,7 +182,7 @@ def test_a_caught_failure_leaves_no_memory_of_the_mpi(tmp_path: Path) -> None:
     program = f"from hvdp._core.runtime import runtime\n{body}\n" + "\n".join([*lines, "    pass", ""])
     done, ranks = _run(tmp_path, "mpi", program, size=2)
     after = set(Path("/dev/shm").iterdir())
-    remove_segments(began)
+    remove_files(began)
     assert done.status == 0, done.stderr
     _check_nothing_is_left(ranks, size=2)
     assert after - set(Path("/dev/shm").iterdir()) == set(), "memory that no process uses was left"
