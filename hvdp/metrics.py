@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from hvdp._core import counts
 from hvdp._core.arrays import Array
 from hvdp._core.objects import allgather_object
 from hvdp._core.ops import Sum as _Sum
@@ -70,12 +71,11 @@ class _Accumulator:
         Raises:
             MismatchError: other ranks compute another metric; on every rank.
         """
-        number = float(self._serial)
-        own = np.array([*self._sums, 1.0, number, number**2])
+        own = np.array([*self._sums, *counts.terms(self._serial)])
         total = collectives.allreduce(own, name="metrics", op=_Sum, process_set=self._process_set)
-        numerator, weight, ranks, numbers, squares = total.tolist()
-        # The numbers' variance: a name for each metric would let ranks wait for one another instead.
-        if ranks * squares != numbers**2:
+        numerator, weight, *serials = total.tolist()
+        # In the sum, since a name for each metric would let ranks wait for one another instead.
+        if not counts.all_equal(*serials):
             told = (runtime.require("metrics").rank, f"{type(self).__name__} {self._serial}")
             everybodys = allgather_object(told, "metrics.order", self._process_set.number())
             raise MismatchError(

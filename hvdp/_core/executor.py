@@ -64,11 +64,6 @@ class Executor:
         """Whether anything is in flight."""
         return bool(self._live)
 
-    @property
-    def has_work(self) -> bool:
-        """Whether something has been agreed on and not run yet."""
-        return bool(self._batches)
-
     def alone(self) -> bool:
         """Whether exactly one operation is in flight, and not agreed on yet."""
         return len(self._live) == 1 and not self._batches

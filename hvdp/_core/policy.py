@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from hvdp._core.ops import Average, ReduceOp
+from hvdp._core.ops import Adasum, Average, ReduceOp, Sum
+from hvdp.errors import InvalidArgumentError
 
-__all__ = ["Policy"]
+__all__ = ["Policy", "policy_fault"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,43 @@ class Policy:
         described = {item.name: str(getattr(self, item.name)) for item in fields(self)}
         return {**described, "op": self.op.name}
 
+    def checked_weight(self, weight: float) -> float:
+        """What a rank may count as.
+
+        Raises:
+            InvalidArgumentError: it is negative or no number, or ranks are not weighted.
+        """
+        if not self.weighted or not weight >= 0:
+            raise InvalidArgumentError(
+                "set_weight() takes a number that is not negative, and needs "
+                f"DistributedOptimizer(..., weighted=True). Received: {weight}"
+            )
+        return float(weight)
+
     @property
     def repeatable(self) -> bool:
         """Whether reducing a reduced gradient again leaves it as it is."""
         return self.op is Average
+
+
+def policy_fault(
+    op: int,
+    passes: int = 1,
+    predivide: float = 1.0,
+    weighted: bool = False,
+    ops: Sequence[ReduceOp] = (Average, Sum, Adasum),
+) -> str:
+    """What is wrong with what was asked for, or "".
+
+    Args:
+        ops: those that the caller can do.
+    """
+    if op not in ops:
+        return f"op must be one of {', '.join(f'hvd.{each.name}' for each in ops)}. Received: {op!r}"
+    if passes < 1:
+        return f"backward_passes_per_step must be at least 1. Received: {passes}"
+    if not predivide > 0:
+        return f"gradient_predivide_factor must be positive. Received: {predivide}"
+    if op != Average and (predivide != 1.0 or weighted):
+        return "gradient_predivide_factor and weighted need op=hvd.Average"
+    return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdp._core import submit, wording
+from hvdp._core import counts, submit, wording
 from hvdp._core.handles import Handle
 from hvdp._core.ops import Average, ReduceOp, Sum
 from hvdp._core.store import GradientStore
@@ -34,7 +34,7 @@ def launch(
             submit.allgather(coordinates, options.numbered(0)),
             submit.allgather(values, options.numbered(1)),
             submit.allreduce(
-                np.array([weight, exists, 1, window, window * window]), Sum, 1.0, 1.0, options.numbered(2)
+                np.array([weight, exists, *counts.terms(window)]), Sum, 1.0, 1.0, options.numbered(2)
             ),
         ]
     )
@@ -42,8 +42,8 @@ def launch(
 
 def finish(store: GradientStore, index: int, op: ReduceOp, handle: Handle) -> None:
     """Wait for all ranks' entries and make them the gradient."""
-    coordinates, values, (weights, existing, ranks, windows, squares) = handle.wait()
-    if ranks * squares != windows * windows:  # equal where all windows are, and only there
+    coordinates, values, (weights, existing, *windows) = handle.wait()
+    if not counts.all_equal(*windows):
         raise MismatchError(wording.windows({}))
     if existing:
         if op is Average:

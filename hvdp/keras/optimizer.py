@@ -11,7 +11,8 @@ from keras import ops
 
 from hvdp._core.compression import CastCompressor, Compressor
 from hvdp._core.config import Config
-from hvdp._core.ops import Adasum, Average, ReduceOp, Sum
+from hvdp._core.ops import Adasum, Average, ReduceOp
+from hvdp._core.policy import policy_fault
 from hvdp._core.runtime import runtime
 from hvdp.collectives import no_compression
 from hvdp.errors import InvalidArgumentError
@@ -165,14 +166,8 @@ def _fault(optimizer: Any, op: int, passes: int, predivide: float, weighted: boo
         return f"optimizer must be a Keras optimizer. Received: {type(optimizer).__name__}"
     if hooks.link_of(optimizer) is not None:
         return "the optimizer is a DistributedOptimizer already, or wraps one"
-    if op not in (Average, Sum, Adasum):
-        return f"op must be hvd.Average, hvd.Sum or hvd.Adasum. Received: {op!r}"
-    if passes < 1:
-        return f"backward_passes_per_step must be at least 1. Received: {passes}"
-    if not predivide > 0:
-        return f"gradient_predivide_factor must be positive. Received: {predivide}"
-    if op != Average and (predivide != 1.0 or weighted):
-        return "gradient_predivide_factor and weighted need op=hvd.Average"
+    if fault := policy_fault(op, passes, predivide, weighted):
+        return fault
     if op == Adasum and passes > 1:
         return "op=hvd.Adasum combines every step; use the optimizer's gradient_accumulation_steps"
     if isinstance(groups, int) and groups < 0:
@@ -213,14 +208,9 @@ class _Distributed:
         Stays until set again; needs `weighted=True`. Where all ranks give 0, gradients are zero.
         """
         link = self._hvdp
-        if not link.policy.weighted or not weight >= 0:
-            raise InvalidArgumentError(
-                "set_weight() takes a number that is not negative, and needs "
-                f"DistributedOptimizer(..., weighted=True). Received: {weight}"
-            )
-        link.weight = weight
+        link.weight = link.policy.checked_weight(weight)
         if link.reducer is not None:
-            link.reducer.reducer.weight = weight
+            link.reducer.reducer.weight = link.weight
 
     def register_local_var(self, variable: Any) -> None:
         """The gradient of this variable stays this rank's own; before the first step."""

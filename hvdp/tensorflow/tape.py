@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdp._core.compression import Compressor
 from hvdp._core.config import Config
 from hvdp._core.ops import Average, ReduceOp, Sum
+from hvdp._core.policy import policy_fault
 from hvdp._core.runtime import runtime
 from hvdp.collectives import no_compression
 from hvdp.errors import InvalidArgumentError
@@ -52,13 +53,7 @@ def DistributedGradientTape(
         scale_local_gradients: for sources given to `register_local_source`: their gradients
             stay this rank's own, divided by the number of ranks.
     """
-    fault = ""
-    if op not in (Average, Sum):
-        fault = f"op must be hvd.Average or hvd.Sum. Received: {op!r}"
-    elif not gradient_predivide_factor > 0 or (op != Average and gradient_predivide_factor != 1.0):
-        fault = "gradient_predivide_factor must be positive, and needs Average. "
-        fault += f"Received: {gradient_predivide_factor}"
-    if fault:
+    if fault := policy_fault(op, predivide=gradient_predivide_factor, ops=(Average, Sum)):
         raise InvalidArgumentError(fault)
     runtime.require("DistributedGradientTape")
     base = type(gradtape)

@@ -6,25 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hvdp._core.ops import Adasum, Average, Sum
-
-__all__ = ["Groups", "NamedParameters", "grouped", "named", "option_fault"]
+__all__ = ["Groups", "NamedParameters", "grouped", "named"]
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 Groups = int | Sequence[Sequence[torch.Tensor]]
-
-
-def option_fault(op: int, passes: int, predivide: float, weighted: bool) -> str:
-    """What is wrong with the options, or ""."""
-    if op not in (Average, Sum, Adasum):
-        return f"op must be hvd.Average, hvd.Sum or hvd.Adasum. Received: {op!r}"
-    if passes < 1:
-        return f"backward_passes_per_step must be at least 1. Received: {passes}"
-    if not predivide > 0:
-        return f"gradient_predivide_factor must be positive. Received: {predivide}"
-    if op != Average and (predivide != 1.0 or weighted):
-        return "gradient_predivide_factor and weighted need op=hvd.Average"
-    return ""
 
 
 def named(

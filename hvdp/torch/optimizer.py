@@ -14,6 +14,7 @@ from hvdp._core import submit
 from hvdp._core.compression import Compressor
 from hvdp._core.config import Config
 from hvdp._core.ops import Adasum, Average, ReduceOp
+from hvdp._core.policy import policy_fault
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
 from hvdp.collectives import no_compression
@@ -22,7 +23,7 @@ from hvdp.optimizer import GradientReducer, Policy
 from hvdp.process_sets import ProcessSet, global_process_set
 from hvdp.scaling import LrScaling
 from hvdp.torch.adasum import DeltaAdasum
-from hvdp.torch.arguments import Groups, NamedParameters, grouped, named, option_fault
+from hvdp.torch.arguments import Groups, NamedParameters, grouped, named
 from hvdp.torch.consistency import DriftWatch
 from hvdp.torch.gradients import TorchGradients
 from hvdp.torch.passes import PassWatch
@@ -80,7 +81,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         fault = "the optimizer is a DistributedOptimizer already"
     else:
-        fault = option_fault(op, backward_passes_per_step, gradient_predivide_factor, weighted)
+        fault = policy_fault(op, backward_passes_per_step, gradient_predivide_factor, weighted)
     parameters, names, name_fault = named(optimizer, named_parameters)
     sharing, count, group_fault = grouped(num_groups if groups is None else groups, parameters)
     fault = fault or name_fault or group_fault
@@ -182,18 +183,14 @@ class _Distributed(torch.optim.Optimizer):
         One weight counts for all backward passes of a step: give the step's samples, and let each
         loss be the sum over its own samples divided by that number.
         """
-        if not self._reducer.policy.weighted or not weight >= 0:
-            raise InvalidArgumentError(
-                "set_weight() takes a number that is not negative, and needs "
-                f"DistributedOptimizer(..., weighted=True). Received: {weight}"
-            )
+        weight = self._reducer.policy.checked_weight(weight)
         if self._reducer.within_window and weight != self._reducer.weight:
             raise InvalidArgumentError(
                 "set_weight() between the backward passes of one step would weight the earlier ones, too: "
                 "give the samples of the whole step before its first pass, and divide each loss by them. "
                 f"Received: {weight} after {self._reducer.weight}"
             )
-        self._reducer.weight = float(weight)
+        self._reducer.weight = weight
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own; what has been accumulated in this window is dropped."""
