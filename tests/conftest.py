@@ -81,7 +81,9 @@ def _is_anothers(file: Path) -> bool:
             environment = process.environ()
             if environment.get(_MARK) == os.environ[_MARK]:
                 continue
-            if str(file) in environment.values():
+            # Ranks have the file named; before they start only the process that made it is there.
+            made = file.name.startswith("hydra_") and process.name() == "hydra_pmi_proxy"
+            if made or str(file) in environment.values():
                 return True
             maps = Path(f"/proc/{process.pid}/maps").read_text()
             if str(file) in maps or any(str(file) == opened.path for opened in process.open_files()):

@@ -131,11 +131,20 @@ class ControlPlane:
         offers = self._shared_offers()
         if offers is not None and 0 <= number < MOST_NUMBERS and not (submission.extras or submission.error):
             until = time.perf_counter() + seconds
+
+            def give_up() -> bool:
+                return self._distracted(until)
+
             if self.coordinator is not None and self.coordinator.untouched(submission.signature):
-                if self._answer(offers, number, until):
+                told = [self._links[rank].told for rank in sorted(self._links)]
+                if offers.answer(number, told, give_up):
                     return True
             elif self.coordinator is None and not self._offers_to_skip:
-                return self._offer(offers, number, until)
+                withdrawn = offers.ask(number, self._links[0].heard, give_up)
+                if withdrawn:
+                    self._offers_to_skip = _SKIPPED_OFFERS
+                    self._send(0, messages.withdrawn_frame(withdrawn, number))
+                return not withdrawn
         self._offers_to_skip = max(0, self._offers_to_skip - 1)
         self.submit(submission)
         return False
@@ -225,25 +234,6 @@ class ControlPlane:
                 self._numbers[notice.signature] = notice.number
                 self._signatures[notice.number] = notice.signature
         self._deliver(notices)
-
-    def _answer(self, offers: Offers, number: int, until: float) -> bool:
-        """On rank 0."""
-        wanted = offers.await_all(number, [self._links[rank].told for rank in sorted(self._links)])
-        while not offers.complete(wanted):
-            if self._distracted(until):
-                return False
-        offers.agree()
-        return True
-
-    def _offer(self, offers: Offers, number: int, until: float) -> bool:
-        agreement = offers.offer(number, self._links[0].heard)
-        while offers.agreements < agreement:
-            if self._distracted(until):
-                offers.withdraw()
-                self._offers_to_skip = _SKIPPED_OFFERS
-                self._send(0, messages.withdrawn_frame(agreement, number))
-                return False
-        return True
 
     def _take_withdrawn(self, peer: int, agreement: int, number: int) -> None:
         """Withdrawn in time, an offer is a submission; otherwise the others are at the operation already."""

@@ -13,7 +13,7 @@ The frames show that what rank 0 has decided before has arrived: the order of ve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 __all__ = ["LINE_WORDS", "MOST_NUMBERS", "Offers"]
 
@@ -41,6 +41,24 @@ class Offers:
     def agreements(self) -> int:
         """How many there have been; the next one has this number plus 1."""
         return int(self._words[0])
+
+    def ask(self, number: int, heard: int, give_up: Callable[[], bool]) -> int:
+        """Offer an operation until rank 0 agrees: 0, or the agreement for which it was withdrawn."""
+        agreement = self.offer(number, heard)
+        while self.agreements < agreement:
+            if give_up():
+                self.withdraw()
+                return agreement
+        return 0
+
+    def answer(self, number: int, told: Sequence[int], give_up: Callable[[], bool]) -> bool:
+        """On rank 0: agree as soon as all others offer an operation; whether they did."""
+        wanted = self.await_all(number, told)
+        while not self.complete(wanted):
+            if give_up():
+                return False
+        self.agree()
+        return True
 
     def offer(self, number: int, heard: int) -> int:
         """Be ready for an operation, having heard so many frames; the agreement's number."""
