@@ -13,16 +13,24 @@ Groups = int | Sequence[Sequence[torch.Tensor]]
 
 
 def named(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
+    optimizer: object, named_parameters: NamedParameters | None
 ) -> tuple[list[torch.Tensor], list[str], str]:
     """The optimizer's parameters, their names, and what is wrong with these or ""."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return [], [], f"optimizer must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         return parameters, [f"parameter.{i}" for i in range(len(parameters))], ""
     names: dict[torch.Tensor, str] = {}
     fault = ""
     taken = set()
-    for name, parameter in named_parameters:
+    try:
+        pairs = [(name, parameter) for name, parameter in named_parameters]
+    except Exception as error:  # noqa: BLE001 - an iterable of any kind; told to every rank
+        what = f"{type(named_parameters).__name__} ({type(error).__name__}: {error})"
+        fault = f"named_parameters must be pairs, as model.named_parameters() gives them. Received: {what}"
+        return parameters, ["unnamed"] * len(parameters), fault
+    for name, parameter in pairs:
         if name in taken:
             fault = f"named_parameters gives the name {name!r} twice"
         taken.add(name)
