@@ -161,7 +161,7 @@ def arguments_that_are_wrong_on_one_rank() -> list[str]:
             hvd.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=1.0), named_parameters=names if odd else named
             )
-    with pytest.raises(InvalidArgumentError, match="rank 2: optimizer must be a torch.optim.Optimizer"):
+    with pytest.raises(InvalidArgumentError, match="rank 2: optimizer must be a torch"):
         hvd.DistributedOptimizer(model if odd else torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(InvalidArgumentError, match="backward_passes_per_step"):
         _sgd(model, backward_passes_per_step=0 if odd else 1)
