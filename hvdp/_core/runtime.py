@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 from itertools import count
+from typing import Protocol
+from weakref import WeakSet
 
 from hvdp._core.engine import Engine
 from hvdp.errors import NotInitializedError
 
-__all__ = ["Runtime", "runtime"]
+__all__ = ["Joins", "Runtime", "runtime"]
+
+
+class Joins(Protocol):
+    """Has something to do when all ranks have joined."""
+
+    def joined(self) -> None:
+        """On every rank, before `join` returns; not collective."""
 
 
 class Runtime:
@@ -18,12 +27,14 @@ class Runtime:
         engine: None outside.
         starts: how many times `init` has met the other ranks; tells two starts apart.
         joins: how many times all ranks have joined since.
+        joining: those to tell when they have.
     """
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.starts = 0
         self.joins = 0
+        self.joining: WeakSet[Joins] = WeakSet()
         self._serials: dict[str, count[int]] = {}
         self._watches_forks = False
 
@@ -49,6 +60,12 @@ class Runtime:
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.close(reason)
+
+    def joined(self) -> None:
+        """All ranks have joined."""
+        self.joins += 1
+        for each in list(self.joining):
+            each.joined()
 
     def serial(self, what: str) -> int:
         """0, 1, 2, ... for each kind of thing that all ranks make in the same order."""

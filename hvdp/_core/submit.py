@@ -135,7 +135,7 @@ def join() -> int:
     rank = engine.run(Join())
     assert isinstance(rank, int)
     engine.rename()
-    runtime.joins += 1
+    runtime.joined()
     return rank
 
 

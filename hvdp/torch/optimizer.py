@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from hvdp.torch.rates import rate_scaler
 from hvdp.torch.steps import outermost
 
 __all__ = ["DistributedOptimizer"]
+
+_log = logging.getLogger(__name__)
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -129,6 +132,7 @@ class _Distributed(torch.optim.Optimizer):
         self.register_step_pre_hook(outermost(_before_step))
         self.register_step_post_hook(outermost(_after_step))
         self._drift = DriftWatch(self, reducer.policy.process_set, reducer.name)
+        runtime.joining.add(self)
 
     def _watch(self, store: TorchGradients) -> None:
         self._store = store
@@ -196,6 +200,16 @@ class _Distributed(torch.optim.Optimizer):
         """As the optimizer's own; what has been accumulated in this window is dropped."""
         super().zero_grad(set_to_none)
         self._reducer.cleared()
+
+    def joined(self) -> None:
+        """Begin a window anew, as all ranks do: others have used the memory of a joined rank's gradients."""
+        if self._reducer.within_window:
+            _log.warning(
+                "rank %d joined with gradients of a window that was not full, which are dropped: "
+                "step() before join() uses them",
+                runtime.require("join").rank,
+            )
+            self.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own, on all ranks; the new parameters are reduced like the others."""

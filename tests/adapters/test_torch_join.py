@@ -35,6 +35,37 @@ def _epochs() -> tuple[list[float], list[str], int]:
     return [p.sum().item() for p in model.parameters()], optimizer._store.names, last
 
 
+def _windows_that_are_not_full() -> list[float]:
+    """Ranks with 5 and 3 batches an epoch, two to a step."""
+    import torch
+
+    import hvdp.torch as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("weight", weight)], backward_passes_per_step=2
+    )
+    found = []
+    for epoch in range(2):
+        for batch in range(3 if rank else 5):
+            (weight * (100 * rank + 10 * epoch + batch + 1)).sum().backward()
+            if batch % 2 == 1:
+                found.append(weight.grad.item())
+                optimizer.step()
+                optimizer.zero_grad()
+        hvd.join()
+        assert weight.grad is None
+    return found
+
+
+def test_passes_of_a_window_that_is_not_full_do_not_get_into_the_next_epoch() -> None:
+    first, second = run_ranks(_windows_that_are_not_full, 2)
+    assert first == [(3 + 203) / 2, 7, (23 + 223) / 2, 27]
+    assert second == [(3 + 203) / 2, (23 + 223) / 2]
+
+
 def test_a_rank_without_a_batch_in_the_first_window_comes_back() -> None:
     results = run_ranks(_epochs, 3)
     assert results[0] == results[1] == results[2]
