@@ -47,8 +47,8 @@ def _every_float16() -> Array:
 def _widen_float16(source: Array, target: Array) -> None:
     """The bits in their places are the value times 2^-112.
 
-    A piece takes 55 us; looking the values up takes 95 us, NumPy's cast 150 us. Subnormal values are
-    looked up: they would be subnormal in float32 too, which some processors multiply a hundred
+    65,536 items take 34 us; looking the values up takes 72 us, NumPy's cast 122 us. Subnormal values
+    are looked up: they would be subnormal in float32 too, which some processors multiply a hundred
     times more slowly, and which some libraries have flushed to zero.
     """
     sizes = scratch.take(3, _UINT16, source.size)
@@ -78,8 +78,8 @@ def _narrow_float16(source: Array, target: Array) -> None:
     """An addition does the rounding: to a power of two so large that 11 bits of the value stay.
 
     The idea is that of Marat Dukhan's FP16 library. The power of two has the result's exponent in
-    its own last bits, so that the sum ends in the result. A piece takes 120 us whatever its values;
-    NumPy's cast takes 200 us, and up to 20 ms where they are subnormal in float16, as small
+    its own last bits, so that the sum ends in the result. 65,536 items take 73 us whatever their
+    values; NumPy's cast takes 204 us, and 5 ms where they are subnormal in float16, as small
     gradients are.
     """
     wide = scratch.take(1, _UINT32, source.size)
