@@ -28,7 +28,7 @@ from hvdp.torch.arguments import Groups, NamedParameters, grouped, named
 from hvdp.torch.consistency import DriftWatch
 from hvdp.torch.gradients import TorchGradients
 from hvdp.torch.passes import PassWatch
-from hvdp.torch.rates import rate_scaler
+from hvdp.torch.rates import rate_scaler, scale_with_schedulers
 from hvdp.torch.steps import outermost
 
 __all__ = ["DistributedOptimizer"]
@@ -107,7 +107,7 @@ def DistributedOptimizer(
     if lr_scaling is not None:
         announces = engine.rank == engine.group(policy.process_set).ranks[0]
         scale = rate_scaler(lr_scaling, process_set.size() * backward_passes_per_step, announces)
-        scale(optimizer)
+        scale_with_schedulers(optimizer, scale)
         optimizer._scale = scale
         optimizer.register_load_state_dict_post_hook(scale)
     return optimizer

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from hvdp.scaling import LrScaling, scale_factor
 
-__all__ = ["rate_scaler", "recorded_factor"]
+__all__ = ["rate_scaler", "recorded_factor", "scale_with_schedulers"]
 
 _log = logging.getLogger(__name__)
 _FACTOR = "hvdp_lr_factor"
 """In every scaled parameter group, and so in checkpoints: what its rate was multiplied by."""
+
+# OneCycleLR keeps the ends of its ramps in the groups, CyclicLR in lists of its own.
+_RATES_OF_A_GROUP = ("lr", "initial_lr", "max_lr", "min_lr")
+_RATES_OF_A_SCHEDULER = ("base_lrs", "max_lrs")
 
 
 def rate_scaler(
@@ -33,16 +40,10 @@ def rate_scaler(
             change = factor / group.get(_FACTOR, 1.0)
             group[_FACTOR] = factor
             if change != 1.0:
-                for key in ("lr", "initial_lr"):
+                for key in _RATES_OF_A_GROUP:
                     if key in group:
                         group[key] = group[key] * change
         new = [float(group["lr"]) for group in optimizer.param_groups]
-        if new != old and announce and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            _log.warning(
-                "a learning-rate scheduler was made before DistributedOptimizer(..., lr_scaling=%r): one "
-                "that keeps its own base rates, as LambdaLR does, will undo the scaling; make it afterwards",
-                rule,
-            )
         if new != old and announce:
             _log.info(
                 "learning rate %s -> %s: %s scaling for an effective batch of %g times one rank's",
@@ -53,6 +54,29 @@ def rate_scaler(
             )
 
     return scale
+
+
+def scale_with_schedulers(optimizer: torch.optim.Optimizer, scale: Callable[[Any], None]) -> None:
+    """Scale, and bring to the same scale the rates that schedulers have noted when they were made.
+
+    An optimizer does not know its schedulers, so they are looked for among all objects.
+    """
+    before = [group.get(_FACTOR, 1.0) for group in optimizer.param_groups]
+    scale(optimizer)
+    changes = [group[_FACTOR] / old for group, old in zip(optimizer.param_groups, before, strict=True)]
+    if any(change != 1.0 for change in changes):
+        for scheduler in _schedulers_of(optimizer):
+            for key in _RATES_OF_A_SCHEDULER:
+                if key in vars(scheduler):
+                    rates = zip(vars(scheduler)[key], changes, strict=True)
+                    vars(scheduler)[key] = [rate * change for rate, change in rates]
+
+
+def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        for item in gc.get_objects():
+            if issubclass(type(item), LRScheduler) and vars(item).get("optimizer") is optimizer:
+                yield item
 
 
 def recorded_factor(optimizer: torch.optim.Optimizer) -> float | None:
