@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdp.testing.warm import warm_processes
+
 # Inherited by every process a test starts, so that other work on the machine is not mistaken for ours.
 _MARK = "HVDP_TEST_SESSION"
 os.environ[_MARK] = uuid.uuid4().hex
@@ -33,7 +35,7 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def _nothing_left_behind(_own_temporary_folder: None) -> Iterator[None]:
     processes, files, sockets = _processes(), _files(), _sockets()
     yield
-    left = [p for pid, p in _processes().items() if pid not in processes]
+    left = [p for pid, p in _processes().items() if pid not in processes and pid not in warm_processes()]
     _, alive = psutil.wait_procs(left, timeout=_TO_FADE)
     told = [_describe(p) for p in alive]
     for process in alive:

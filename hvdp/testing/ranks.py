@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle
 
 from hvdp.testing.scripts import Completed, run_script
+from hvdp.testing.warm import warm_ranks
 
 __all__ = ["RanksFailed", "run_ranks"]
 
@@ -34,6 +35,7 @@ def run_ranks(
     mpi: bool = False,
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
+    warm: bool = False,
 ) -> list[Any]:
     """Call `fn(*args)` in `size` processes and return what each returned, in rank order.
 
@@ -42,6 +44,8 @@ def run_ranks(
         mpi: start the processes through `mpiexec`.
         env: variables on top of this process's own.
         timeout: seconds after which every rank's stacks are dumped and everything is killed.
+        warm: let ranks that an earlier call has started make it, each in a fresh child: that saves
+            importing torch. Not with `mpi`, nor where `env` has other variables than hvdp's.
 
     Raises:
         RanksFailed: with every rank's traceback, stacks or exit, and what the job printed.
@@ -50,15 +54,19 @@ def run_ranks(
         folder = Path(name)
         with _by_value(fn):
             (folder / "call").write_bytes(cloudpickle.dumps((fn, args)))
-        done = run_script(
-            [
-                *(sys.executable, "-m", "hvdp.launch", "-np", str(size)),
-                *(["--mpi"] if mpi else []),
-                *(sys.executable, "-m", "hvdp.testing.worker", name, str(timeout)),
-            ],
-            env=env,
-            timeout=timeout + _TO_END,
-        )
+        env = env or {}
+        if warm and not mpi and all(key.startswith(("HVDP_", "HOROVOD_")) for key in env):
+            done = warm_ranks(size).call(folder, timeout, env, timeout + _TO_END)
+        else:
+            done = run_script(
+                [
+                    *(sys.executable, "-m", "hvdp.launch", "-np", str(size)),
+                    *(["--mpi"] if mpi else []),
+                    *(sys.executable, "-m", "hvdp.testing.worker", name, str(timeout)),
+                ],
+                env=env,
+                timeout=timeout + _TO_END,
+            )
         outcomes = [_Outcome(folder, rank) for rank in range(size)]
         if done.status == 0 and all(outcome.returned for outcome in outcomes):
             return [outcome.value for outcome in outcomes]

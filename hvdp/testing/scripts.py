@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Completed", "run_script"]
+__all__ = ["Completed", "await_end", "run_script"]
 
 # Seconds in which a launcher must have ended its ranks after SIGTERM.
 _LAUNCHER_ENDS = 8.0
@@ -57,23 +57,10 @@ def run_script(
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    timed_out = False
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        timed_out = True
-        process.terminate()
-        try:
-            stdout, stderr = process.communicate(timeout=_LAUNCHER_ENDS)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            stdout, stderr = process.communicate()
+        stdout, stderr, timed_out = await_end(process, timeout)
     except BaseException:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LAUNCHER_ENDS)
-        _kill(process)
-        process.communicate()
+        await_end(process, 0)
         raise
     return Completed(
         process.returncode,
@@ -84,6 +71,18 @@ def run_script(
     )
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def await_end(process: subprocess.Popen[bytes], timeout: float) -> tuple[bytes, bytes, bool]:
+    """What a session's first process has left in its pipes, and whether it had to be stopped.
+
+    Args:
+        timeout: seconds after which it is stopped.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return *process.communicate(timeout=max(0.0, timeout)), False
+    process.terminate()
+    try:
+        return *process.communicate(timeout=_LAUNCHER_ENDS), True
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return *process.communicate(), True

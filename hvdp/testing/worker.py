@@ -1,9 +1,19 @@
-"""One rank of `run_ranks()`: `python -m hvdp.testing.worker FOLDER SECONDS`."""
+"""One rank of `run_ranks()`: `python -m hvdp.testing.worker FOLDER SECONDS`.
+
+`python -m hvdp.testing.worker --warm ADDRESS MODULE...` imports the modules and makes call after call, each
+in a child; the socket at ADDRESS tells of them, and is told when one has returned.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import importlib
+import json
+import os
 import pickle
+import signal
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -14,7 +24,7 @@ import cloudpickle
 from hvdp._core.config import environment
 from hvdp.launch.environments import detect
 
-__all__ = ["main"]
+__all__ = ["main", "serve"]
 
 
 def main(folder: Path, seconds: float) -> None:
@@ -34,9 +44,42 @@ def main(folder: Path, seconds: float) -> None:
             faulthandler.dump_traceback_later(seconds, exit=True)
 
 
+def serve(address: str, *modules: str) -> None:
+    """Make call after call, each in a child, which returns from here as well."""
+    for name in modules:
+        importlib.import_module(name)
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(address)
+        for order in link.makefile("r"):
+            child = os.fork()
+            if child == 0:
+                link.close()
+                folder, seconds, variables = json.loads(order)
+                os.environ.update(variables)
+                main(Path(folder), seconds)
+                return
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
+            if code:
+                _end_as(code)
+            link.sendall(b".")
+
+
+def _end_as(code: int) -> None:
+    """As the child that has failed, so that the launcher sees what it always sees."""
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
 def _leave(folder: Path, rank: int, outcome: tuple[bool, Any]) -> None:
     (folder / f"result.{rank}").write_bytes(cloudpickle.dumps(outcome))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))
+    if sys.argv[1] == "--warm":
+        serve(*sys.argv[2:])
+    else:
+        main(Path(sys.argv[1]), float(sys.argv[2]))
