@@ -25,7 +25,7 @@ from hvdp.testing.scripts import Completed, await_end
 
 __all__ = ["WarmRanks", "warm_processes", "warm_ranks"]
 
-_PRELOADED = ("numpy", "torch", "torch._dynamo", "hvdp.torch")
+_PRELOADED = ("hvdp.torch", "torch._dynamo")
 _TO_START = 60.0
 
 _kept: dict[int, WarmRanks] = {}
@@ -34,7 +34,7 @@ _kept: dict[int, WarmRanks] = {}
 def warm_ranks(size: int) -> WarmRanks:
     """Ranks that wait for calls, with this process's environment; started where there are none."""
     ranks = _kept.get(size)
-    if ranks is not None and (ranks.environment != dict(os.environ) or not ranks.alive):
+    if ranks is not None and (ranks.environment != _environment() or not ranks.alive):
         ranks.end()
         ranks = None
     if ranks is None:
@@ -45,6 +45,10 @@ def warm_ranks(size: int) -> WarmRanks:
 def warm_processes() -> set[int]:
     """The pids of all ranks that wait for calls, and of their launchers."""
     return {pid for ranks in _kept.values() if ranks.alive for pid in ranks.pids}
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
 
 
 @atexit.register
@@ -61,11 +65,11 @@ class WarmRanks:
     """
 
     def __init__(self, size: int) -> None:
-        self.environment = dict(os.environ)
+        self.environment = _environment()
         self.alive = True
         self._folder = Path(tempfile.mkdtemp(prefix="warm-ranks-"))
         self._printed = [self._folder / name for name in ("stdout", "stderr")]
-        preloaded = [name for name in _PRELOADED if name in sys.modules]
+        preloaded = _PRELOADED if "torch" in sys.modules else ["hvdp"]
         address = str(self._folder / "socket")
         with (
             socket.socket(socket.AF_UNIX) as listener,
