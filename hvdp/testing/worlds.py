@@ -32,11 +32,12 @@ class World:
         *args: Any,
         env: Mapping[str, str] | None = None,
         timeout: float = 60.0,
+        warm: bool = True,
     ) -> list[Any]:
-        """As `run_ranks`, in this world, by warm ranks where that can be."""
+        """As `run_ranks`, in this world."""
         settings = {"HVDP_CPU_OPERATIONS": self.transport, **(env or {})}
         mpi = self.transport == "mpi"
-        return run_ranks(fn, self.size, *args, mpi=mpi, env=settings, timeout=timeout, warm=True)
+        return run_ranks(fn, self.size, *args, mpi=mpi, env=settings, timeout=timeout, warm=warm)
 
 
 def worlds(shm: Iterable[int] = (), mpi: Iterable[int] = ()) -> list[World]:
