@@ -59,13 +59,15 @@ class ControlPlane:
         if meeting.topology.rank == 0:
             self.coordinator = Coordinator(meeting.topology.size, cache_capacity)
         self._verdicts: list[Verdict] = []
+        self._leaving: list[int] = []
+        self._let_go = False
+        self._said_goodbye = False
         self._numbers: dict[Signature, int] = {}
         self._signatures: dict[int, Signature] = {}
         self._known = bytearray(b"s")
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ring_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._words = select.epoll()
-        self._words.register(self._ring_fd, select.EPOLLIN)
         self._ranks = {link.fileno(): rank for rank, link in self._links.items()}
         for fd in self._ranks:
             self._words.register(fd, select.EPOLLIN)
@@ -73,6 +75,9 @@ class ControlPlane:
         self._sleeper = select.epoll()
         self._sleeper.register(self._wake_fd, select.EPOLLIN)
         self._sleeper.register(self._words, select.EPOLLIN)
+        self._watcher = select.epoll()
+        self._watcher.register(self._ring_fd, select.EPOLLIN)
+        self._watcher.register(self._words, select.EPOLLIN)
 
     def wake(self) -> None:
         """End a `sleep`. The caller sees to it that `close` does not run meanwhile."""
@@ -86,7 +91,7 @@ class ControlPlane:
             os.eventfd_read(self._wake_fd)
 
     def ring(self) -> None:
-        """End another thread's `watch`."""
+        """End another thread's `watch`, also one that is yet to come."""
         os.eventfd_write(self._ring_fd, 1)
 
     def let_sleep(self, asleep: bool) -> None:
@@ -94,8 +99,15 @@ class ControlPlane:
         self._sleeper.modify(self._words, 0 if asleep else select.EPOLLIN)
 
     def watch(self, timeout: float | None) -> bool:
-        """A caller waits for a word, a `ring`, or so many seconds; takes nothing. Whether one came."""
-        return bool(self._words.poll(timeout))
+        """A caller waits for a word, a `ring`, or so many seconds. Whether one came.
+
+        Takes the ring, and no word: one caller watches at a time, so it is nobody else's.
+        """
+        came = self._watcher.poll(timeout)
+        if any(fd == self._ring_fd for fd, _ in came):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._ring_fd)
+        return bool(came)
 
     def listen(self, timeout: float) -> None:
         """Wait up to so many seconds for a word, and take what came.
@@ -104,10 +116,7 @@ class ControlPlane:
             HorovodInternalError: a rank has died, or told us that the job failed.
         """
         for fd, _ in self._words.poll(timeout):
-            if fd == self._ring_fd:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(fd)
-            elif fd in self._ranks:
+            if fd in self._ranks:
                 self._hear(self._ranks[fd])
 
     def submit(self, submission: Submission) -> None:
@@ -152,15 +161,29 @@ class ControlPlane:
     def flush(self) -> None:
         """Send everything that waits, and deliver rank 0's own verdicts."""
         self._flush_known()
-        if self._verdicts:
-            verdicts, self._verdicts = self._verdicts, []
-            for members, run in groupby(verdicts, key=lambda verdict: verdict.members):
-                self._announce(members, messages.verdict_frame(list(run)))
         for rank in list(self._backlogged):
             self._send(rank, None)
+        # A word that is heard while sending may lead to more.
+        while self._verdicts or self._leaving:
+            verdicts, self._verdicts = self._verdicts, []
+            leaving, self._leaving = self._leaving, []
+            for members, run in groupby(verdicts, key=lambda verdict: verdict.members):
+                self._announce(members, messages.verdict_frame(list(run)))
+            # After all that these have to take part in.
+            for rank in leaving:
+                self._send(rank, b"g")
 
-    def goodbye(self, reason: str) -> None:
-        self._last_word(encode(b"G", reason))
+    def goodbye(self, reason: str) -> bool:
+        """Say that this rank leaves, the first time; whether it may go.
+
+        Rank 0 may at once, and the others when it has told them all that they still take part in.
+        """
+        if not self._said_goodbye:
+            self._said_goodbye = True
+            self._last_word(encode(b"G", reason))
+        if self._let_go:
+            self._last_word(b"g")
+        return self.coordinator is not None or self._let_go or not self._links
 
     def abort(self, rank: int, text: str) -> None:
         """Tell everybody that the job has failed, and who failed first."""
@@ -172,8 +195,8 @@ class ControlPlane:
             self._send(peer, encode(b"T", message))
 
     def close(self) -> None:
-        self._sleeper.close()
-        self._words.close()
+        for poll in (self._sleeper, self._watcher, self._words):
+            poll.close()
         for link in self._links.values():
             link.close()
         os.close(self._wake_fd)
@@ -182,8 +205,8 @@ class ControlPlane:
 
     def abandon(self) -> None:
         """In a forked child: close the descriptors without a word to the peers."""
-        self._sleeper.close()
-        self._words.close()
+        for poll in (self._sleeper, self._watcher, self._words):
+            poll.close()
         for link in self._links.values():
             link.sock.close()
 
@@ -214,13 +237,16 @@ class ControlPlane:
             self._take_withdrawn(peer, *messages.read_withdrawn(frame))
         elif tag in b"vV":
             self._take_verdicts(frame)
+        elif tag == b"G" and self.coordinator is not None:
+            self._verdicts += self.coordinator.leave(peer, decode(frame))
+            self._leaving.append(peer)
         elif tag == b"G":
             self._drop(peer)
-            reason = decode(frame)
-            if self.coordinator is not None:
-                self._verdicts += self.coordinator.leave(peer, reason)
-            else:
-                self._departed(peer, reason)
+            self._departed(peer, decode(frame))
+        elif tag == b"g" and self.coordinator is not None:
+            self._drop(peer)
+        elif tag == b"g":
+            self._let_go = True
         elif tag == b"T":
             self._traced(peer, decode(frame))
         elif tag == b"A":

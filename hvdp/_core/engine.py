@@ -30,6 +30,9 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
 
+_LEAVE_SECONDS = 10.0
+"""How long a rank that leaves waits for rank 0's leave to go."""
+
 _SPIN_SECONDS = 0.0003
 """How long a caller looks for the answer again and again before it falls asleep."""
 
@@ -69,11 +72,13 @@ class Engine:
         )
         self._wheel = threading.Lock()
         self._seat = threading.Lock()
+        self._seated = 0
         self._spin = _SPIN_SECONDS if len(os.sched_getaffinity(0)) >= self.topology.local_size else 0.0
         self._wake_lock = threading.Lock()
         self._submitted: deque[Operation] = deque()
         self._unnamed: dict[tuple[str, int], int] = {}
         self._leaving = ""
+        self._leave_by = 0.0
         self._orphaned = ""
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="hvdp-engine", daemon=True)
@@ -123,34 +128,54 @@ class Engine:
         """Submit one operation, help it along, and return its result; errors as `submit` and its own."""
         self.executor.accept([operation])
         if self._seat.acquire(blocking=False):
+            self._seated = threading.get_ident()
             try:
                 if not self._ended:
                     self._drive(operation)
             finally:
+                self._seated = 0
                 self._seat.release()
         else:
             self._submitted.append(operation)
+            self._leave_words_to_thread()
             self._wake()
         return operation.handle.wait()
 
     def trace_to(self, file: TraceFile | None) -> None:
-        """On rank 0: record a timeline of all ranks into a file, or end it."""
+        """On rank 0: record a timeline of all ranks into a file, or end it.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+        """
         with self._wheel:
-            self._timeline.want(file)
-            # At once, so that what this rank submits next is in it.
-            self._timeline.turn()
+            if not self._ended:
+                self._timeline.want(file)
+                # At once, so that what this rank submits next is in it.
+                self._guarded(self._timeline.turn)
+            elif file is not None:
+                file.close()
+                self.executor.accept(())
 
     def close(self, reason: str) -> None:
         """Leave the job: peers that still wait for this rank are told `reason`; idempotent."""
-        self._leaving = self._leaving or reason
+        if not self._leaving:
+            self._leave_by = time.monotonic() + _LEAVE_SECONDS
+            self._leaving = reason
+        self._leave_words_to_thread()
         self._wake()
-        if threading.current_thread() is not self._thread:
+        # A signal's handler may call this within a collective, whose seat the thread needs to end.
+        if threading.current_thread() is not self._thread and self._seated != threading.get_ident():
             self._thread.join()
 
     def abandon(self) -> None:
         """In a forked child: let go of everything without a word to the peers."""
         self._control.abandon()
         self.transport.abandon()
+
+    def _leave_words_to_thread(self) -> None:
+        """In a signal's handler within a collective: its caller cannot hear meanwhile."""
+        if self._seated == threading.get_ident():
+            self._control.let_sleep(False)
 
     def _wake(self) -> None:
         """Let the background thread take the wheel."""
@@ -164,10 +189,11 @@ class Engine:
         """The background thread."""
         interval = self._stall_watch.interval if self._control.coordinator is not None else None
         while not self._ended:
-            self._control.sleep(interval)
+            self._control.sleep(0.1 if self._leaving else interval)
             with self._wheel:
                 self._guarded(self._turn)
-        with self._wake_lock, self._seat:
+        # In the order in which a caller takes them.
+        with self._seat, self._wake_lock:
             self._control.close()
         self._timeline.close()
         self.transport.close()
@@ -187,7 +213,7 @@ class Engine:
             spin_until = time.perf_counter() + self._spin
             while not handle.poll():
                 spins = time.perf_counter() < spin_until
-                if self._control.watch(0 if spins else None):
+                if self._control.watch(0 if spins else None) and not handle.poll():
                     with self._wheel:
                         self._guarded(self._turn)
         finally:
@@ -223,8 +249,7 @@ class Engine:
         self.executor.run()
         if self._orphaned:
             raise HorovodInternalError(self._orphaned, 0 if self.executor.waits else None)
-        if self._leaving:
-            self._control.goodbye(self._leaving)
+        if self._leaving and (self._control.goodbye(self._leaving) or time.monotonic() > self._leave_by):
             self._end(HorovodInternalError(f"rank {self.rank} has shut down hvdp"))
 
     def _pump(self, seconds: float) -> None:

@@ -8,7 +8,8 @@ To a member:
     v   verdicts known by number, in order: (number, extras) again and again
     V   verdicts in full, in order; numbers that are new come in here
 Either way:
-    G   goodbye: the reason why this rank leaves
+    G   goodbye: the reason why this rank leaves; from others than rank 0 it is answered by
+    g   leave to go: there is no verdict on the way any more; then `g` back: this rank has run them all
     A   abort: [rank that failed first, text]
     T   timeline: true or false from rank 0 (record or not), records to it
 """
@@ -34,7 +35,7 @@ __all__ = [
     "withdrawn_frame",
 ]
 
-_HEAD = struct.Struct("<IH")
+_HEAD = struct.Struct("<II")
 _WITHDRAWN = struct.Struct("<QI")
 
 

@@ -6,7 +6,7 @@ everybody's offer and answers them all by counting one agreement more in its own
 
 An offer is one word, so nobody reads half of it:
 
-    the agreement that it is for (24 bits), the operation's number (20), frames heard of rank 0 (20)
+    the agreement that it is for (24 bits), the operation's number plus 1 (20), frames heard of rank 0 (20)
 
 The frames show that what rank 0 has decided before has arrived: the order of verdicts stays one.
 """
@@ -20,7 +20,7 @@ __all__ = ["LINE_WORDS", "MOST_NUMBERS", "Offers"]
 LINE_WORDS = 8
 """uint64 words of a rank's line: a cache line, so that no two ranks write to one."""
 
-MOST_NUMBERS = 1 << 20
+MOST_NUMBERS = (1 << 20) - 1
 
 _LOW_20, _LOW_24 = (1 << 20) - 1, (1 << 24) - 1
 
@@ -85,4 +85,5 @@ class Offers:
 
 
 def _word(agreement: int, number: int, frames: int) -> int:
-    return (agreement & _LOW_24) << 40 | (number & _LOW_20) << 20 | frames & _LOW_20
+    # Never 0, which is no offer.
+    return (agreement & _LOW_24) << 40 | (number + 1) << 20 | frames & _LOW_20

@@ -17,6 +17,7 @@ __all__ = ["Link", "decode", "encode"]
 
 _HEADER = struct.Struct("<I")
 _READ_BYTES = 1 << 16
+_LAST_SECONDS = 10.0
 
 
 def encode(tag: bytes, message: Any) -> bytes:
@@ -141,8 +142,17 @@ class Link:
             self._in += data
 
     def close(self) -> None:
-        """Close so that what was sent last still arrives: unread input would make TCP reset instead."""
+        """Close so that what was sent last still arrives: unread input would make TCP reset instead.
+
+        Waits for a peer that is slow to read, but not for one that does not read at all.
+        """
+        deadline = time.monotonic() + _LAST_SECONDS
         with contextlib.suppress(OSError):
+            while self._out and (left := deadline - time.monotonic()) > 0:
+                readable, _, _ = select.select([self.sock], [self.sock], [], left)
+                if readable and not self.sock.recv(_READ_BYTES):
+                    break
+                self.flush()
             self.sock.shutdown(socket.SHUT_WR)
             while self.sock.recv(_READ_BYTES):
                 pass
