@@ -31,14 +31,17 @@ class _NumPy:
             raise InvalidArgumentError(
                 f"an operation in place needs a writable numpy.ndarray. Received: {what}"
             )
-        return tensor if tensor.flags.c_contiguous else np.array(tensor, order="C")
+        if not tensor.flags.c_contiguous:
+            return np.array(tensor, order="C")
+        # A numpy.matrix stays two-dimensional whatever is done to it.
+        return tensor if type(tensor) is np.ndarray else tensor.view(np.ndarray)
 
     def made(self, array: Array, like: ArrayLike) -> Array:
         return array
 
     def written(self, tensor: ArrayLike, array: Array) -> Array:
         assert isinstance(tensor, np.ndarray)
-        if array is not tensor:
+        if array is not tensor and not np.may_share_memory(array, tensor):
             tensor[...] = array
         return tensor
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import logging
 import os
@@ -81,9 +80,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         StallWatch(config.stall_warning, config.stall_shutdown),
         lambda rank: _blame(place.supervisor_fd, rank),
     )
-    runtime.start(engine)
-    if generation == 0:
-        atexit.register(_leave_at_exit)
+    runtime.start(engine, _leave_at_exit)
     engine.run(Barrier("init", 0))
     if config.timeline:
         start_timeline(config.timeline, config.timeline_mark_cycles)

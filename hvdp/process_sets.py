@@ -21,11 +21,12 @@ class ProcessSet:
 
     Attributes:
         ranks: ascending; for the global process set all ranks, once `init` has been called.
-        process_set_id: its number, 0 for the global one; None until added, and after removal.
+        process_set_id: its number, 0 for the global one; None until added, and after removal or shutdown.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
-        self.process_set_id: int | None = None
+        self._number: int | None = None
+        self._start = 0
         self.mpi_comm: Any = None
         self._ranks: list[int] | None = None
         if isinstance(ranks_or_comm, Iterable):
@@ -41,6 +42,14 @@ class ProcessSet:
                 "a process set is made of a list of ranks or an mpi4py communicator. "
                 f"Received: {type(ranks_or_comm).__name__}"
             )
+
+    @property
+    def process_set_id(self) -> int | None:
+        return self._number if self._number == 0 or self._start == runtime.starts else None
+
+    @process_set_id.setter
+    def process_set_id(self, number: int | None) -> None:
+        self._number, self._start = number, runtime.starts
 
     @property
     def ranks(self) -> list[int] | None:

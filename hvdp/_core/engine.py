@@ -8,6 +8,7 @@ has to wait anyway: waking another thread takes longer than a small operation.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -163,8 +164,10 @@ class Engine:
             self._leaving = reason
         self._leave_words_to_thread()
         self._wake()
-        # A signal's handler may call this within a collective, whose seat the thread needs to end.
-        if threading.current_thread() is not self._thread and self._seated != threading.get_ident():
+        if self._seated == threading.get_ident():
+            # A signal's handler within a collective, whose seat the thread needs to end.
+            atexit.register(self._thread.join, _LEAVE_SECONDS)
+        elif threading.current_thread() is not self._thread:
             self._thread.join()
 
     def abandon(self) -> None:

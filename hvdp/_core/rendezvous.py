@@ -134,16 +134,24 @@ def _lead(
         hosts = tuple(keys.setdefault(hello["host"], len(keys)) for hello in ordered)
         topology = Topology(0, hosts)
         transport = agree(topology, [hello["facts"] for hello in ordered])
+        for rank, link in links.items():
+            _welcome(rank, link, {"hosts": hosts, "transport": transport})
     except HvdpError as error:
         for link in links.values():
-            link.send(encode(b"R", [type(error).__name__, str(error)]))
+            with contextlib.suppress(ConnectionError):
+                link.send(encode(b"R", [type(error).__name__, str(error)]))
             link.close()
         raise
     finally:
         listener.close()
-    for link in links.values():
-        link.send(encode(b"W", {"hosts": hosts, "transport": transport}))
     return Meeting(topology, links, transport)
+
+
+def _welcome(rank: int, link: Link, message: dict[str, Any]) -> None:
+    try:
+        link.send(encode(b"W", message))
+    except ConnectionError as error:
+        raise RendezvousError(f"rank {rank} died before the job had begun") from error
 
 
 def _accept(

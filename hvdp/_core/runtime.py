@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+from collections.abc import Callable
 from itertools import count
 from typing import Protocol
 from weakref import WeakSet
@@ -36,7 +38,7 @@ class Runtime:
         self.joins = 0
         self.joining: WeakSet[Joins] = WeakSet()
         self._serials: dict[str, count[int]] = {}
-        self._watches_forks = False
+        self._started_before = False
 
     def require(self, call: str) -> Engine:
         """The engine, for the public function named `call`.
@@ -48,12 +50,13 @@ class Runtime:
             raise NotInitializedError(call)
         return self.engine
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: Engine, at_exit: Callable[[], None]) -> None:
         self.engine = engine
         self._serials.clear()
-        if not self._watches_forks:
-            self._watches_forks = True
+        if not self._started_before:
+            self._started_before = True
             os.register_at_fork(after_in_child=self._forget)
+            atexit.register(at_exit)
 
     def stop(self, reason: str) -> None:
         """Leave the job, telling peers that still wait for us `reason`; nothing if not in one."""

@@ -7,7 +7,9 @@ from submission to agreement, and from there to its end.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +18,8 @@ from typing import Any
 from hvdp._core.operation import Operation
 
 __all__ = ["Timeline", "TraceFile"]
+
+_log = logging.getLogger(__name__)
 
 _END = b"\n]\n"
 Record = list[Any]
@@ -72,8 +76,7 @@ class Timeline:
             return
         records, self._records = self._records, []
         if self._file is not None:
-            self._file.mark_round()
-            self._file.write(self._rank, records)
+            self._write(self._rank, records)
         else:
             self._send(records)
 
@@ -81,13 +84,28 @@ class Timeline:
         """What another rank's Timeline sent."""
         if isinstance(message, bool):
             self._on = message
-        elif self._file is not None:
-            self._file.write(peer, message)
+        else:
+            self._write(peer, message)
 
     def close(self) -> None:
+        """For good."""
         self.want(None)
         if self._file is not None:
             self._file.close()
+            self._file = None
+
+    def _write(self, rank: int, records: Iterable[Record]) -> None:
+        """A disk that is full ends the timeline, not the training."""
+        if self._file is None:
+            return
+        try:
+            if rank == self._rank:
+                self._file.mark_round()
+            self._file.write(rank, records)
+        except OSError as error:
+            _log.warning("the timeline ends here: it cannot be written any more (%s)", error)
+            self._wanted = None
+            self.turn()
 
 
 class TraceFile:
@@ -146,5 +164,8 @@ class TraceFile:
         text = ",".join(f"\n{json.dumps(event)}" for event in events).encode()
         if text:
             body = text if self._end == 1 else b"," + text
-            os.pwrite(self._fd, body + _END, self._end)
+            if os.pwrite(self._fd, body + _END, self._end) < len(body + _END):
+                os.ftruncate(self._fd, self._end)
+                os.pwrite(self._fd, _END, self._end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._end += len(body)

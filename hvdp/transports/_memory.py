@@ -14,6 +14,8 @@ import os
 import select
 import socket
 import struct
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ _TOKEN_BYTES = 32
 _MESSAGE_BYTES = 4096
 _CGROUP = Path("/sys/fs/cgroup")
 _WAIT_SECONDS = 0.01
+_DEATH_SECONDS = 10.0
 
 
 class SegmentExchange:
@@ -73,7 +76,8 @@ class SegmentExchange:
             for _ in range(takers):
                 with self._accept(self._token(key), pause) as taker:
                     message = [fault.encode() or b"ok"]
-                    socket.send_fds(taker, message, [] if fault else [fd])
+                    with _until_told_of_a_death(pause):
+                        socket.send_fds(taker, message, [] if fault else [fd])
         finally:
             os.close(fd)
         if fault:
@@ -82,14 +86,15 @@ class SegmentExchange:
 
     def fetch(self, key: str, nbytes: int, owner: int, pause: Pause) -> Array:
         """Map the segment that rank `owner` creates under `key`; see `create`."""
-        with self._connect(owner, pause) as sock:
+        with self._connect(owner, pause) as sock, _until_told_of_a_death(pause):
             sock.sendall(self._token(key))
             while not select.select([sock], [], [], 0)[0]:
                 pause(_WAIT_SECONDS)
             message, fds, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 1)
+            if not message:
+                raise ConnectionError(f"rank {owner} refused to share a memory segment")
         if not fds:
-            text = message.decode() or f"rank {owner} refused to share a memory segment"
-            raise TransportError(text)
+            raise TransportError(message.decode())
         try:
             return _map(fds[0], nbytes)
         finally:
@@ -124,6 +129,18 @@ class SegmentExchange:
             except (ConnectionRefusedError, BlockingIOError):
                 sock.close()
                 pause(_WAIT_SECONDS)
+
+
+@contextlib.contextmanager
+def _until_told_of_a_death(pause: Pause) -> Iterator[None]:
+    """A peer that hangs up has died: the control plane, which `pause` hears, is about to say who."""
+    try:
+        yield
+    except ConnectionError:
+        deadline = time.monotonic() + _DEATH_SECONDS
+        while time.monotonic() < deadline:
+            pause(_WAIT_SECONDS)
+        raise
 
 
 def _map(fd: int, nbytes: int) -> Array:

@@ -60,7 +60,7 @@ def start_mpi(rank: int, size: int) -> Any:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         if ours:
-            atexit.register(_finalize, MPI)
+            atexit.register(_finalize, MPI, os.getpid())
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise TransportError(
             f"MPI was started on rank {rank} without thread support; leave MPI_Init to hvd.init(), "
@@ -76,9 +76,12 @@ def start_mpi(rank: int, size: int) -> Any:
     return MPI
 
 
-def _finalize(MPI: Any) -> None:
-    """At exit: MPI_Finalize waits for all ranks, so it is skipped once one of them is gone."""
-    if not _failed and not MPI.Is_finalized():
+def _finalize(MPI: Any, pid: int) -> None:
+    """At exit: MPI_Finalize waits for all ranks, so it is skipped once one of them is gone.
+
+    A forked child is no rank, and would end MPI for its parent.
+    """
+    if not _failed and pid == os.getpid() and not MPI.Is_finalized():
         MPI.Finalize()
 
 
