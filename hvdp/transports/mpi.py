@@ -1,7 +1,8 @@
 """MPI through mpi4py: any MPI library, between any hosts.
 
-Only non-blocking MPI calls are made, so that a dead peer never holds this process: between
-looks at the request the engine hears from the control plane. Floating-point and plain
+Data moves by non-blocking MPI calls, so that a dead peer never holds this process: between
+looks at the request the engine hears from the control plane. (MPI makes and frees the communicator
+of a process set by blocking calls alone.) Floating-point and plain
 integer reductions are MPI's own; what MPI has no type or exact rule for (16-bit floats,
 bools, integer averages, Min and Max of floats) is exchanged as bytes by shards and reduced by
 the common kernels.
