@@ -203,13 +203,16 @@ class _Distributed(torch.optim.Optimizer):
 
     def joined(self) -> None:
         """Begin a window anew, as all ranks do: others have used the memory of a joined rank's gradients."""
+        if self._delta is not None:
+            return  # gradients are each rank's own, in memory of their own
         if self._reducer.within_window:
             _log.warning(
                 "rank %d joined with gradients of a window that was not full, which are dropped: "
                 "step() before join() uses them",
                 runtime.require("join").rank,
             )
-            self.zero_grad()
+        # Also zeros that were kept for the next backward to add to: they are others' gradients now.
+        self.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own, on all ranks; the new parameters are reduced like the others."""
