@@ -82,6 +82,9 @@ class _Arrays:
     def holds_reduced(self, index: int) -> bool:
         return False
 
+    def lost_reduced(self, or_replaced: bool) -> bool:
+        return False
+
     def forget_reduced(self) -> None:
         pass
 

@@ -158,6 +158,7 @@ class GradientReducer:
     def cleared(self) -> None:
         """The gradients were zeroed: a window begins anew."""
         self._passes = 0
+        self._reductions = 0
         self._store.forget_reduced()
         if self._launching:  # by a backward that failed
             self._abandon()
@@ -169,7 +170,7 @@ class GradientReducer:
     def before_step(self) -> None:
         """Reduce what no window's end has reduced: the last passes, or all there is before this step."""
         self._may_skip = False
-        if self._passes or not self._reductions:
+        if self._passes or not self._reductions or self._store.lost_reduced(self.policy.repeatable):
             self.reduce()
 
     def after_step(self) -> None:

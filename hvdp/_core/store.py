@@ -30,6 +30,9 @@ class GradientStore(Protocol):
     def holds_reduced(self, index: int) -> bool:
         """Whether the current gradient is the one delivered last, so that backward has added to it."""
 
+    def lost_reduced(self, or_replaced: bool) -> bool:
+        """Whether gradients were delivered of which none is left: dropped, or exchanged for others."""
+
     def forget_reduced(self) -> None:
         """What has been delivered is used up, or zeroed."""
 

@@ -74,6 +74,11 @@ class TorchGradients:
         reduced = self._reduced.get(index)
         return reduced is not None and self.parameters[index].grad is reduced
 
+    def lost_reduced(self, or_replaced: bool) -> bool:
+        current = [(self.parameters[index].grad, reduced) for index, reduced in self._reduced.items()]
+        lost = (mine is None or (or_replaced and mine is not reduced) for mine, reduced in current)
+        return bool(current) and all(lost)
+
     def forget_reduced(self) -> None:
         self._reduced.clear()
 
@@ -95,6 +100,8 @@ class TorchGradients:
             place.copy_(dense)
         if self._lives_in_place(index):
             parameter.grad = place
+            # A new gradient, though the tensor is the one that was delivered last.
+            self._reduced.pop(index, None)
         return True
 
     def deliver(self, index: int) -> None:

@@ -146,6 +146,29 @@ def steps_within_backward() -> None:
             assert all(p == -mean * (turn + 1) for p in pair)
 
 
+def windows_whose_step_is_skipped() -> None:
+    """Then one with gradients made by hand, or with a backward on some ranks only."""
+    rank, size, mean = _start()
+    for op, factor in ((hvd.Average, 1), (hvd.Sum, size)):
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = _sgd(model.parameters(), op=op)
+        for clear in (optimizer.zero_grad, model.zero_grad):
+            for by_hand in (True, False):
+                clear()
+                model(torch.ones(1, 2)).sum().backward()
+                clear()
+                loss = model(torch.full((1, 2), rank + 1.0)).sum()
+                if by_hand:
+                    (model.weight.grad,) = torch.autograd.grad(loss, model.weight)
+                    if op is hvd.Sum and clear == model.zero_grad:
+                        continue  # as well a sum that was replaced by what was made of it
+                elif rank == 0:
+                    loss.backward()
+                optimizer.step()
+                wanted = mean * factor if by_hand else factor / size
+                torch.testing.assert_close(model.weight.grad, torch.full((1, 2), wanted))
+
+
 def gradients_of_ranks_without_weight() -> None:
     """A parameter that only they use is not used."""
     rank, size, _ = _start()
@@ -263,6 +286,7 @@ CASES = [
     a_shared_layer_in_reentrant_checkpoints_is_refused,
     closures_with_fewer_passes,
     steps_within_backward,
+    windows_whose_step_is_skipped,
     gradients_of_ranks_without_weight,
     one_weight_for_all_passes_of_a_step,
     an_inf_in_a_short_window,
