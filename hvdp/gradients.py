@@ -88,6 +88,12 @@ class _Arrays:
     def forget_reduced(self) -> None:
         pass
 
+    def keep_used(self) -> None:
+        pass
+
+    def share_used(self, ranks: int) -> None:
+        pass
+
     def sparse_dimensions(self, index: int) -> int:
         return 1 if index in self.sparse else 0
 

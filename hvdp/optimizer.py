@@ -109,15 +109,15 @@ class GradientReducer:
         """The gradient of a parameter has got this pass's share.
 
         Raises:
-            InvalidArgumentError: it was added to a gradient that has been reduced for this
-                step already, and reducing that again would count it more than once.
+            InvalidArgumentError: it was added to a gradient that has been reduced already, and
+                reducing that again would count it more than once.
         """
         self._plan_again_after_join()
+        self._refuse_to_reduce_again([index])
         bucket = self._bucket_of.get(index)
         if bucket is None:
             self._order[index] = None
             return
-        self._refuse_to_reduce_again([index])
         if bucket.handle is not None and index not in bucket.waiting:
             raise InvalidArgumentError(
                 f"the gradient of {self._specs[index].name!r} was ready twice in one backward(): with a "
@@ -179,11 +179,17 @@ class GradientReducer:
         self._reductions = 0
         self.steps += 1
         self._windows += 1
-        self._store.forget_reduced()
+        if self.policy.repeatable:
+            self._store.forget_reduced()
+        else:
+            self._store.keep_used()
 
     def reduce(self) -> None:
         """Reduce now whatever has not been launched, and wait for everything."""
-        self._refuse_to_reduce_again(range(len(self._specs)))
+        if self._reductions:
+            self._refuse_to_reduce_again(range(len(self._specs)))
+        if not self.policy.repeatable:
+            self._store.share_used(runtime.require("step").group(self.policy.process_set).size)
         self._passes = 0
         self._reductions += 1
         self._plan_again_after_join()
@@ -230,10 +236,11 @@ class GradientReducer:
         return self._windows
 
     def _refuse_to_reduce_again(self, indices: Iterable[int]) -> None:
-        if self._reductions and not self.policy.repeatable and any(map(self._store.holds_reduced, indices)):
+        if not self.policy.repeatable and any(map(self._store.holds_reduced, indices)):
             raise InvalidArgumentError(
-                f"gradients were computed again before step() with op={self.policy.op.name}: set "
-                "backward_passes_per_step to the number of backward() calls for each step()."
+                f"gradients were computed again before step() with op={self.policy.op.name}, or before "
+                "zero_grad(): set backward_passes_per_step to the number of backward() calls for each "
+                "step(), and call zero_grad() after it, or in its closure."
             )
 
     def _plan_again_after_join(self) -> None:

@@ -36,6 +36,12 @@ class GradientStore(Protocol):
     def forget_reduced(self) -> None:
         """What has been delivered is used up, or zeroed."""
 
+    def keep_used(self) -> None:
+        """What has been delivered is used by a step, and must not be summed up again by the next one."""
+
+    def share_used(self, ranks: int) -> None:
+        """Divide by `ranks` the gradients that are what a step has used, so that their sum will be, too."""
+
     def sparse_dimensions(self, index: int) -> int:
         """How many of the current gradient's dimensions are sparse; 0 if it is dense or there is none."""
 

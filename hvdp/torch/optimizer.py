@@ -140,7 +140,9 @@ class _Distributed(torch.optim.Optimizer):
         hooks = []
         if self._delta is None:
             watch = PassWatch(self._reducer)
-            hooks = [_hook(parameter, watch.hook(i)) for i, parameter in enumerate(store.parameters)]
+            hooks = [_hook(p, _REDUCE, watch.hook(i)) for i, p in enumerate(store.parameters)]
+            if not self._reducer.policy.repeatable:
+                hooks += [_hook(p, _BEFORE, _zeroes(store, i)) for i, p in enumerate(store.parameters)]
         # The parameters outlive the optimizer: without it nothing must be reduced any more.
         self._detach = weakref.finalize(self, _remove, hooks)
         self._detach.atexit = False
@@ -289,14 +291,22 @@ def _averaging(closure: Callable[[], Any], reducer: GradientReducer) -> Callable
     return evaluate
 
 
-def _hook(parameter: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> Any:
+_REDUCE = "register_post_accumulate_grad_hook"
+_BEFORE = "register_hook"
+
+
+def _zeroes(store: TorchGradients, index: int) -> Callable[[torch.Tensor], None]:
+    return lambda _: store.forget_zeroed(index)
+
+
+def _hook(parameter: torch.Tensor, register: str, hook: Callable[[torch.Tensor], None]) -> Any:
     """Register also on a parameter that is frozen now and may be unfrozen later."""
     frozen = not parameter.requires_grad
     if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
         return None  # integers never have a gradient
     if frozen:
         parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+    handle = getattr(parameter, register)(hook)
     if frozen:
         parameter.requires_grad_(False)
     return handle

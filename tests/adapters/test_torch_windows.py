@@ -60,6 +60,49 @@ def sums_are_not_summed_again() -> None:
             optimizer.step()
 
 
+def sums_are_used_twice() -> None:
+    """By two steps, or by one after another parameter has come; and not by a closure that adds to them."""
+    _, size, _ = _start()
+    for options in ({}, {"compression": hvd.Compression.bf16}):
+        (a, b), words = _two(), nn.Embedding(3, 1, sparse=True)
+        nn.init.zeros_(words.weight)
+        optimizer = _sgd([a, words.weight], op=hvd.Sum, **options)
+        for turn in (1, 2):
+            optimizer.zero_grad(set_to_none=turn == 1)
+            (a.sum() + words(torch.tensor([1])).sum()).backward()
+            optimizer.step()
+            optimizer.step()
+            torch.testing.assert_close(a.detach(), torch.tensor([-2.0 * size * turn]))
+            torch.testing.assert_close(words.weight[1].detach(), torch.tensor([-2.0 * size * turn]))
+        with pytest.raises(InvalidArgumentError, match=AGAIN):
+            optimizer.step(lambda a=a: a.sum().backward())
+        a.grad.zero_()
+        a.sum().backward()
+        optimizer.add_param_group({"params": [b]})
+        optimizer.step()
+        torch.testing.assert_close(a.detach(), torch.tensor([-5.0 * size]))
+        with torch.no_grad():
+            a.grad.fill_(1.0)
+        optimizer.step()
+        torch.testing.assert_close(a.detach(), torch.tensor([-6.0 * size]))
+
+
+def sums_are_zeroed_by_the_model() -> None:
+    """After a step, or where it was skipped."""
+    _, size, _ = _start()
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    model[1].requires_grad_(False)
+    optimizer = _sgd(model.parameters(), op=hvd.Sum)
+    for turn in range(6):
+        if turn == 2:
+            model[1].requires_grad_(True)
+        model.zero_grad(set_to_none=turn == 5)
+        model(torch.ones(1, 2)).sum().backward()
+        torch.testing.assert_close(model[0].bias.grad, size * model[1].weight[0].detach())
+        if turn % 2:
+            optimizer.step()
+
+
 def a_backward_that_failed_leaves_nothing() -> None:
     rank, _, mean = _start()
     a, b = _two()
@@ -282,6 +325,8 @@ def options_that_differ() -> None:
 
 CASES = [
     sums_are_not_summed_again,
+    sums_are_used_twice,
+    sums_are_zeroed_by_the_model,
     a_backward_that_failed_leaves_nothing,
     a_shared_layer_in_reentrant_checkpoints_is_refused,
     closures_with_fewer_passes,
