@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from hvdp._core import submit
 from hvdp._core.compression import Compressor
 from hvdp._core.config import Config
-from hvdp._core.ops import Adasum, Average, ReduceOp
+from hvdp._core.ops import Adasum, Average, ReduceOp, Sum
 from hvdp._core.policy import policy_fault
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
@@ -271,7 +272,7 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _averaging(closure: Callable[[], Any], reducer: GradientReducer) -> Callable[[], Any]:
-    """A closure with reduced gradients and the average of the ranks' losses.
+    """A closure with reduced gradients and the average of the ranks' losses, weighted as they are.
 
     So all ranks evaluate it equally often. Each evaluation is a window: it may have fewer
     backward passes than agreed, or none.
@@ -283,10 +284,14 @@ def _averaging(closure: Callable[[], Any], reducer: GradientReducer) -> Callable
         reducer.before_step()
         if loss is None:
             return None
-        value = np.array(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        weight = reducer.weight if reducer.policy.weighted else 1.0
+        # Not by multiplication: the mean of no samples is not a number.
+        total = np.array([value * weight if weight else 0.0, weight])
         options = Options("closure.loss", reducer.policy.process_set)
-        submit.at_once(submit.allreduce(value, Average, 1.0, 1.0, options))
-        return torch.full_like(loss, float(value)) if isinstance(loss, torch.Tensor) else float(value)
+        submit.at_once(submit.allreduce(total, Sum, 1.0, 1.0, options))
+        average = float(total[0] / total[1]) if total[1] else math.nan
+        return torch.full_like(loss, average) if isinstance(loss, torch.Tensor) else average
 
     return evaluate
 
