@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdp._core.arrays import Array
+from hvdp._core.arrays import Array, dtype_named
 from hvdp._core.buckets import ParameterSpec
 from hvdp._core.objects import allgather_object
 from hvdp.optimizer import GradientReducer, Policy
@@ -108,7 +108,8 @@ class _Arrays:
         return rows.indices.astype(np.int64)[:, None], np.ascontiguousarray(rows.values), True
 
     def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
-        self.results[index] = _merged(Rows(coordinates[:, 0], values))
+        rows, dtype = _merged(Rows(coordinates[:, 0], values)), dtype_named(self._specs[index].dtype)
+        self.results[index] = Rows(rows.indices, rows.values.astype(dtype, copy=False))
 
 
 class ArrayReducer:

@@ -278,7 +278,7 @@ class GradientReducer:
         return bool(unfrozen)
 
     def _launch_sparse(self, index: int) -> Handle:
-        weight = self.weight if self.policy.weighted else 1.0
+        weight = self.weight if self.policy.weighted else None
         options = Options(f"{self.name}.sparse.{index}", self.policy.process_set)
         return sparse.launch(self._store, index, self._sparse[index], weight, self._window(), options)
 

@@ -52,4 +52,4 @@ class GradientStore(Protocol):
         """
 
     def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
-        """Make these entries the gradient, equal coordinates added up."""
+        """Make these entries the gradient, equal coordinates added up; values may be wider than it is."""

@@ -179,7 +179,7 @@ class TorchGradients:
             as_tensor(coordinates).t(), as_tensor(values), parameter.shape, check_invariants=False
         )
         self._used.pop(index, None)
-        parameter.grad = self._reduced[index] = entries.to(parameter.device).coalesce()
+        parameter.grad = self._reduced[index] = entries.to(parameter.device).coalesce().to(parameter.dtype)
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

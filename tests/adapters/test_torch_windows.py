@@ -241,6 +241,21 @@ def gradients_of_ranks_without_weight() -> None:
         optimizer.step()
 
 
+def many_samples_of_16_bit_embeddings() -> None:
+    """More than such floats can count."""
+    rank, _, mean = _start()
+    for dtype in (torch.float16, torch.bfloat16):
+        words = nn.Embedding(3, 1, sparse=True, dtype=dtype)
+        optimizer = _sgd(words.parameters(), weighted=True)
+        for weight in (70_000, 1):
+            optimizer.zero_grad()
+            optimizer.set_weight(weight)
+            (words(torch.tensor([1])) * (32 * (rank + 1))).sum().backward()
+            assert words.weight.grad.dtype is dtype
+            assert words.weight.grad.to_dense().tolist() == [[0], [32 * mean], [0]]
+            optimizer.step()
+
+
 def one_weight_for_all_passes_of_a_step() -> None:
     rank, size, _ = _start()
     a, _ = _two()
@@ -333,6 +348,7 @@ CASES = [
     steps_within_backward,
     windows_whose_step_is_skipped,
     gradients_of_ranks_without_weight,
+    many_samples_of_16_bit_embeddings,
     one_weight_for_all_passes_of_a_step,
     an_inf_in_a_short_window,
     parameters_that_never_have_a_gradient,
