@@ -262,7 +262,10 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if closure is None:
         optimizer._reducer.before_step()
         return None
-    return args[:1], {**kwargs, "closure": _averaging(closure, optimizer._reducer)}
+    averaging = _averaging(closure, optimizer._reducer)
+    if len(args) > 1:
+        return (args[0], averaging, *args[2:]), kwargs
+    return args, {**kwargs, "closure": averaging}
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
