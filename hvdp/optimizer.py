@@ -63,7 +63,7 @@ class GradientReducer:
         fault: why this rank's arguments are wrong; every rank raises it.
 
     Attributes:
-        passes_per_step: may be changed between windows.
+        passes_per_step: when changed within a window, from the next one on.
         weight: this rank's, where the policy is weighted.
         steps: how many there were.
         name: unique among the process set's reducers.
@@ -76,7 +76,7 @@ class GradientReducer:
         self, store: GradientStore, specs: Sequence[ParameterSpec], policy: Policy, fault: str = ""
     ) -> None:
         self.policy = policy
-        self.passes_per_step = policy.passes_per_step
+        self.passes_per_step = self._wanted = policy.passes_per_step
         self.weight = 1.0
         self.steps = 0
         self._windows = 0
@@ -125,7 +125,7 @@ class GradientReducer:
                 "failed optimizer.zero_grad()."
             )
         self._store.collect(index)
-        if self._passes + 1 < self.passes_per_step:
+        if self._passes + 1 < self._passes_of_window():
             return
         self._launching = True
         bucket.waiting.discard(index)
@@ -146,9 +146,15 @@ class GradientReducer:
 
     def end_pass(self) -> None:
         """A backward pass has ended; the last one of a window returns with reduced gradients."""
+        wanted = self._passes_of_window()
         self._passes += 1
-        if self._passes >= self.passes_per_step:
+        if self._passes >= wanted:
             self.reduce()
+
+    def _passes_of_window(self) -> int:
+        if not self._passes:
+            self._wanted = self.passes_per_step
+        return self._wanted
 
     @property
     def within_window(self) -> bool:

@@ -45,7 +45,9 @@ def broadcast_parameters(
             elif isinstance(params, MutableMapping):
                 others.append(name)
     except Exception:  # noqa: BLE001 - an iterable of any kind
-        fault = f"params must be a state_dict, (name, tensor) pairs or tensors. Received: {type(params).__name__}"
+        fault = (
+            f"params must be a state_dict, (name, tensor) pairs or tensors. Received: {type(params).__name__}"
+        )
     specs = [
         ParameterSpec(name, tuple(value.shape), dtype_name(value.dtype), value.element_size())
         for name, value in tensors.items()
