@@ -84,6 +84,17 @@ def iterables() -> None:
     assert _everybodys(list(hvd.shard(iter(range(7)), pad=False))) == list(range(7))
 
 
+def iterables_count_before_their_first_element() -> None:
+    """As a data-loader worker must that is stopped before it has come to one."""
+    _start()
+    letters = hvd.shard(Letters(), pad=False)
+    for epoch in (1, 2):
+        iter(letters)
+        assert letters.epoch == epoch
+        assert letters.data.epoch == epoch - 1
+    assert _everybodys(list(letters))[0] == "a2"
+
+
 class Counted(Letters):
     def __len__(self) -> int:
         return 11
@@ -206,6 +217,7 @@ def _run_all() -> None:
     tensors()
     refuses()
     iterables()
+    iterables_count_before_their_first_element()
     iterables_with_a_length()
     epochs_of_one_rank_alone()
     epochs_that_need_not_agree()
