@@ -9,11 +9,16 @@ from __future__ import annotations
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from hvdp._core.objects import allgather_object
+import numpy as np
+
+from hvdp._core import submit
+from hvdp._core.arrays import Array
+from hvdp._core.handles import Handle
 from hvdp._core.runtime import runtime
+from hvdp._core.submit import Options
 from hvdp.errors import MismatchError
 
-__all__ = ["Counted", "check_epochs", "watch"]
+__all__ = ["Counted", "check_epochs", "epochs_check", "watch"]
 
 
 class Counted(Protocol):
@@ -44,11 +49,27 @@ def check_epochs(what: str, process_set: int) -> None:
     Raises:
         MismatchError: on every rank, with the epochs of all.
     """
+    handle = epochs_check(what, process_set)
+    if handle is not None:
+        handle.wait()
+
+
+def epochs_check(what: str, process_set: int) -> Handle | None:
+    """Begin `check_epochs`, whose errors the handle's `wait` raises; None where there is nothing to check."""
     shards = _watched.get((runtime.starts, process_set))
     if shards is None:
-        return
-    own = {number: shard.epoch for number, shard in list(shards.items())}
-    everybodys = dict(allgather_object((runtime.require(what).rank, own), f"{what}.epochs", process_set))
+        return None
+    rank = runtime.require(what).rank
+    # The first row for who has no shard any more.
+    rows = [(rank, -1, 0), *((rank, number, shard.epoch) for number, shard in list(shards.items()))]
+    options = Options(f"{what}.epochs", process_set)
+    return submit.alone(submit.allgather(np.array(rows, np.int64), options)).then(_compare)
+
+
+def _compare(rows: Array) -> None:
+    everybodys: dict[int, dict[int, int]] = {}
+    for rank, number, epoch in rows.tolist():
+        everybodys.setdefault(rank, {})[number] = epoch
     # When a shard is collected as garbage is each rank's own affair.
     for number in sorted(set.intersection(*(set(epochs) for epochs in everybodys.values()))):
         epochs = {rank: theirs[number] for rank, theirs in everybodys.items()}

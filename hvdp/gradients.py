@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdp._core.arrays import Array
+from hvdp._core.arrays import Array, dtype_named
 from hvdp._core.buckets import ParameterSpec
 from hvdp._core.objects import allgather_object
 from hvdp.optimizer import GradientReducer, Policy
@@ -82,7 +82,16 @@ class _Arrays:
     def holds_reduced(self, index: int) -> bool:
         return False
 
+    def lost_reduced(self, or_replaced: bool) -> bool:
+        return False
+
     def forget_reduced(self) -> None:
+        pass
+
+    def keep_used(self) -> None:
+        pass
+
+    def share_used(self, ranks: int) -> None:
         pass
 
     def sparse_dimensions(self, index: int) -> int:
@@ -99,7 +108,8 @@ class _Arrays:
         return rows.indices.astype(np.int64)[:, None], np.ascontiguousarray(rows.values), True
 
     def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
-        self.results[index] = _merged(Rows(coordinates[:, 0], values))
+        rows, dtype = _merged(Rows(coordinates[:, 0], values)), dtype_named(self._specs[index].dtype)
+        self.results[index] = Rows(rows.indices, rows.values.astype(dtype, copy=False))
 
 
 class ArrayReducer:

@@ -63,7 +63,7 @@ class GradientReducer:
         fault: why this rank's arguments are wrong; every rank raises it.
 
     Attributes:
-        passes_per_step: may be changed between windows.
+        passes_per_step: when changed within a window, from the next one on.
         weight: this rank's, where the policy is weighted.
         steps: how many there were.
         name: unique among the process set's reducers.
@@ -76,7 +76,7 @@ class GradientReducer:
         self, store: GradientStore, specs: Sequence[ParameterSpec], policy: Policy, fault: str = ""
     ) -> None:
         self.policy = policy
-        self.passes_per_step = policy.passes_per_step
+        self.passes_per_step = self._wanted = policy.passes_per_step
         self.weight = 1.0
         self.steps = 0
         self._windows = 0
@@ -109,15 +109,15 @@ class GradientReducer:
         """The gradient of a parameter has got this pass's share.
 
         Raises:
-            InvalidArgumentError: it was added to a gradient that has been reduced for this
-                step already, and reducing that again would count it more than once.
+            InvalidArgumentError: it was added to a gradient that has been reduced already, and
+                reducing that again would count it more than once.
         """
         self._plan_again_after_join()
+        self._refuse_to_reduce_again([index])
         bucket = self._bucket_of.get(index)
         if bucket is None:
             self._order[index] = None
             return
-        self._refuse_to_reduce_again([index])
         if bucket.handle is not None and index not in bucket.waiting:
             raise InvalidArgumentError(
                 f"the gradient of {self._specs[index].name!r} was ready twice in one backward(): with a "
@@ -125,7 +125,7 @@ class GradientReducer:
                 "failed optimizer.zero_grad()."
             )
         self._store.collect(index)
-        if self._passes + 1 < self.passes_per_step:
+        if self._passes + 1 < self._passes_of_window():
             return
         self._launching = True
         bucket.waiting.discard(index)
@@ -146,9 +146,15 @@ class GradientReducer:
 
     def end_pass(self) -> None:
         """A backward pass has ended; the last one of a window returns with reduced gradients."""
+        wanted = self._passes_of_window()
         self._passes += 1
-        if self._passes >= self.passes_per_step:
+        if self._passes >= wanted:
             self.reduce()
+
+    def _passes_of_window(self) -> int:
+        if not self._passes:
+            self._wanted = self.passes_per_step
+        return self._wanted
 
     @property
     def within_window(self) -> bool:
@@ -158,6 +164,7 @@ class GradientReducer:
     def cleared(self) -> None:
         """The gradients were zeroed: a window begins anew."""
         self._passes = 0
+        self._reductions = 0
         self._store.forget_reduced()
         if self._launching:  # by a backward that failed
             self._abandon()
@@ -169,7 +176,7 @@ class GradientReducer:
     def before_step(self) -> None:
         """Reduce what no window's end has reduced: the last passes, or all there is before this step."""
         self._may_skip = False
-        if self._passes or not self._reductions:
+        if self._passes or not self._reductions or self._store.lost_reduced(self.policy.repeatable):
             self.reduce()
 
     def after_step(self) -> None:
@@ -178,11 +185,17 @@ class GradientReducer:
         self._reductions = 0
         self.steps += 1
         self._windows += 1
-        self._store.forget_reduced()
+        if self.policy.repeatable:
+            self._store.forget_reduced()
+        else:
+            self._store.keep_used()
 
     def reduce(self) -> None:
         """Reduce now whatever has not been launched, and wait for everything."""
-        self._refuse_to_reduce_again(range(len(self._specs)))
+        if self._reductions:
+            self._refuse_to_reduce_again(range(len(self._specs)))
+        if not self.policy.repeatable:
+            self._store.share_used(runtime.require("step").group(self.policy.process_set).size)
         self._passes = 0
         self._reductions += 1
         self._plan_again_after_join()
@@ -229,10 +242,11 @@ class GradientReducer:
         return self._windows
 
     def _refuse_to_reduce_again(self, indices: Iterable[int]) -> None:
-        if self._reductions and not self.policy.repeatable and any(map(self._store.holds_reduced, indices)):
+        if not self.policy.repeatable and any(map(self._store.holds_reduced, indices)):
             raise InvalidArgumentError(
-                f"gradients were computed again before step() with op={self.policy.op.name}: set "
-                "backward_passes_per_step to the number of backward() calls for each step()."
+                f"gradients were computed again before step() with op={self.policy.op.name}, or before "
+                "zero_grad(): set backward_passes_per_step to the number of backward() calls for each "
+                "step(), and call zero_grad() after it, or in its closure."
             )
 
     def _plan_again_after_join(self) -> None:
@@ -270,7 +284,7 @@ class GradientReducer:
         return bool(unfrozen)
 
     def _launch_sparse(self, index: int) -> Handle:
-        weight = self.weight if self.policy.weighted else 1.0
+        weight = self.weight if self.policy.weighted else None
         options = Options(f"{self.name}.sparse.{index}", self.policy.process_set)
         return sparse.launch(self._store, index, self._sparse[index], weight, self._window(), options)
 

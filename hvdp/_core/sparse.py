@@ -15,19 +15,24 @@ __all__ = ["finish", "launch"]
 
 
 def launch(
-    store: GradientStore, index: int, dimensions: int, weight: float, window: int, options: Options
+    store: GradientStore, index: int, dimensions: int, weight: float | None, window: int, options: Options
 ) -> Handle:
     """Start to gather one parameter's entries.
 
     Args:
-        weight: how much this rank's entries count.
+        weight: how much this rank's entries count; None where all ranks' count alike.
         window: number of the window that they are of, equal on all ranks.
     """
     coordinates, values, exists = store.sparse_entries(index, dimensions)
-    if not weight:
+    if weight is not None and values.dtype.itemsize == 2:
+        # 16-bit floats times a number of samples overflow.
+        values = values.astype(np.float32)
+    if weight is None:
+        weight = 1.0
+    elif not weight:
         # Not by multiplication: the mean of no samples is not a number.
         coordinates, values, exists = coordinates[:0], values[:0], False
-    elif weight != 1.0:
+    else:
         values = values * values.dtype.type(weight)
     return submit.grouped(
         [

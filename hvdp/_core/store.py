@@ -30,8 +30,17 @@ class GradientStore(Protocol):
     def holds_reduced(self, index: int) -> bool:
         """Whether the current gradient is the one delivered last, so that backward has added to it."""
 
+    def lost_reduced(self, or_replaced: bool) -> bool:
+        """Whether gradients were delivered of which none is left: dropped, or exchanged for others."""
+
     def forget_reduced(self) -> None:
         """What has been delivered is used up, or zeroed."""
+
+    def keep_used(self) -> None:
+        """What has been delivered is used by a step, and must not be summed up again by the next one."""
+
+    def share_used(self, ranks: int) -> None:
+        """Divide by `ranks` the gradients that are what a step has used, so that their sum will be, too."""
 
     def sparse_dimensions(self, index: int) -> int:
         """How many of the current gradient's dimensions are sparse; 0 if it is dense or there is none."""
@@ -43,4 +52,4 @@ class GradientStore(Protocol):
         """
 
     def deliver_sparse(self, index: int, coordinates: Array, values: Array) -> None:
-        """Make these entries the gradient, equal coordinates added up."""
+        """Make these entries the gradient, equal coordinates added up; values may be wider than it is."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from hvdp._core.config import Config
+from hvdp._core.handles import Handle
 from hvdp._core.runtime import runtime
 from hvdp.consistency import Entry, digest, find_drift
-from hvdp.epochs import check_epochs
+from hvdp.epochs import check_epochs, epochs_check
 from hvdp.errors import InvalidArgumentError, MismatchError
 from hvdp.process_sets import ProcessSet, global_process_set
 from hvdp.torch.steps import outermost
@@ -76,6 +77,7 @@ class DriftWatch:
         self._joins = runtime.joins
         # Steps since the last join: the ranks made different numbers of them before.
         self._since = 0
+        self._pending: tuple[int, Handle | None] = 0, None
         if runtime.require("DistributedOptimizer").group(process_set).size > 1:
             optimizer.register_step_pre_hook(outermost(self._before))
             optimizer.register_step_post_hook(outermost(self._after))
@@ -100,6 +102,7 @@ class DriftWatch:
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._joins != runtime.joins:
             self._joins, self._since = runtime.joins, 0
+        self._warn_of_epochs()
         self.step += 1
         self._since += 1
         every = bool(self._every) and self._since % self._every == 0
@@ -108,16 +111,21 @@ class DriftWatch:
             check_epochs(self._name, self._process_set)
         elif self._since & (self._since - 1) == 0:
             # Unasked after steps 1, 2, 4, 8, ...: soon enough, and in the end for nothing.
-            self._warn_of_epochs()
+            self._pending = self.step, epochs_check(self._name, self._process_set)
 
     def _warn_of_epochs(self) -> None:
-        """No error: a loop over shards of different lengths may well go round at different steps."""
+        """Of the step before: to wait in that step could be for a rank that waits for another optimizer's.
+
+        No error: a loop over shards of different lengths may well go round at different steps.
+        """
+        (step, handle), self._pending = self._pending, (0, None)
         try:
-            check_epochs(self._name, self._process_set)
+            if handle is not None:
+                handle.wait()
         except MismatchError as difference:
             engine = runtime.require("DistributedOptimizer")
             if engine.rank == engine.group(self._process_set).ranks[0]:
-                _log.warning("after step %d %s", self.step, difference)
+                _log.warning("after step %d %s", step, difference)
 
 
 def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:

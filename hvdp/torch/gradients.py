@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from hvdp._core.arrays import Array
 from hvdp._core.buckets import ParameterSpec
@@ -40,10 +41,15 @@ class TorchGradients:
         self._places: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
         self._contexts: list[Any] = [None] * len(parameters)
         self._reduced: dict[int, torch.Tensor] = {}
+        # With their versions then: an optimizer leaves gradients as they are, who zeroes them does not.
+        self._used: dict[int, tuple[TensorWeakRef, int]] = {}
 
     def of(self, parameters: list[torch.Tensor], names: list[str]) -> TorchGradients:
-        """The same for other parameters."""
-        return TorchGradients(parameters, names, self._compression, self._sparse_as_dense)
+        """The same for these parameters and others after them."""
+        store = TorchGradients(parameters, names, self._compression, self._sparse_as_dense)
+        self.keep_used()
+        store._used = self._used
+        return store
 
     def specs(self) -> list[ParameterSpec]:
         """What travels, as the ranks compare it."""
@@ -71,11 +77,42 @@ class TorchGradients:
         self._places[index] = flat.as_strided(sent.shape, _dense_strides(sent), flat.storage_offset())
 
     def holds_reduced(self, index: int) -> bool:
-        reduced = self._reduced.get(index)
-        return reduced is not None and self.parameters[index].grad is reduced
+        gradient = self.parameters[index].grad
+        if gradient is None:
+            return False
+        used = self._used.get(index)
+        return gradient is self._reduced.get(index) or (used is not None and gradient is used[0]())
+
+    def lost_reduced(self, or_replaced: bool) -> bool:
+        current = [(self.parameters[index].grad, reduced) for index, reduced in self._reduced.items()]
+        lost = (mine is None or (or_replaced and mine is not reduced) for mine, reduced in current)
+        return bool(current) and all(lost)
 
     def forget_reduced(self) -> None:
         self._reduced.clear()
+        self._used.clear()
+
+    def keep_used(self) -> None:
+        for index, gradient in self._reduced.items():
+            self._used[index] = TensorWeakRef(gradient), gradient._version
+        self._reduced.clear()
+
+    def share_used(self, ranks: int) -> None:
+        for index, (used, version) in self._used.items():
+            gradient = self.parameters[index].grad
+            if gradient is not None and gradient is used() and gradient._version == version:
+                gradient.div_(ranks)
+
+    def forget_zeroed(self, index: int) -> None:
+        """Before a backward adds to the gradient, as it may where that was zeroed after it was delivered."""
+        gradient = self.parameters[index].grad
+        if gradient is None or not self.holds_reduced(index):
+            return
+        _, version = self._used.get(index, (None, gradient._version))
+        values = gradient if gradient.layout is torch.strided else gradient._values()
+        if gradient._version != version or not values.any():
+            self._reduced.pop(index, None)
+            self._used.pop(index, None)
 
     def withdraw(self, index: int) -> None:
         self.parameters[index].grad = None
@@ -95,10 +132,14 @@ class TorchGradients:
             place.copy_(dense)
         if self._lives_in_place(index):
             parameter.grad = place
+            # A new gradient, though the tensor is the one that was delivered last.
+            self._reduced.pop(index, None)
+            self._used.pop(index, None)
         return True
 
     def deliver(self, index: int) -> None:
         parameter, place = self.parameters[index], self._places[index]
+        self._used.pop(index, None)
         if self._lives_in_place(index):
             parameter.grad = self._reduced[index] = place
             return
@@ -137,7 +178,8 @@ class TorchGradients:
         entries = torch.sparse_coo_tensor(
             as_tensor(coordinates).t(), as_tensor(values), parameter.shape, check_invariants=False
         )
-        parameter.grad = self._reduced[index] = entries.to(parameter.device).coalesce()
+        self._used.pop(index, None)
+        parameter.grad = self._reduced[index] = entries.to(parameter.device).coalesce().to(parameter.dtype)
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

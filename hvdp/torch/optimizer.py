@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from hvdp._core import submit
 from hvdp._core.compression import Compressor
 from hvdp._core.config import Config
-from hvdp._core.ops import Adasum, Average, ReduceOp
+from hvdp._core.ops import Adasum, Average, ReduceOp, Sum
 from hvdp._core.policy import policy_fault
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
@@ -140,7 +141,9 @@ class _Distributed(torch.optim.Optimizer):
         hooks = []
         if self._delta is None:
             watch = PassWatch(self._reducer)
-            hooks = [_hook(parameter, watch.hook(i)) for i, parameter in enumerate(store.parameters)]
+            hooks = [_hook(p, _REDUCE, watch.hook(i)) for i, p in enumerate(store.parameters)]
+            if not self._reducer.policy.repeatable:
+                hooks += [_hook(p, _BEFORE, _zeroes(store, i)) for i, p in enumerate(store.parameters)]
         # The parameters outlive the optimizer: without it nothing must be reduced any more.
         self._detach = weakref.finalize(self, _remove, hooks)
         self._detach.atexit = False
@@ -203,13 +206,16 @@ class _Distributed(torch.optim.Optimizer):
 
     def joined(self) -> None:
         """Begin a window anew, as all ranks do: others have used the memory of a joined rank's gradients."""
+        if self._delta is not None:
+            return  # gradients are each rank's own, in memory of their own
         if self._reducer.within_window:
             _log.warning(
                 "rank %d joined with gradients of a window that was not full, which are dropped: "
                 "step() before join() uses them",
                 runtime.require("join").rank,
             )
-            self.zero_grad()
+        # Also zeros that were kept for the next backward to add to: they are others' gradients now.
+        self.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own, on all ranks; the new parameters are reduced like the others."""
@@ -256,7 +262,10 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if closure is None:
         optimizer._reducer.before_step()
         return None
-    return args[:1], {**kwargs, "closure": _averaging(closure, optimizer._reducer)}
+    averaging = _averaging(closure, optimizer._reducer)
+    if len(args) > 1:
+        return (args[0], averaging, *args[2:]), kwargs
+    return args, {**kwargs, "closure": averaging}
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -266,7 +275,7 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _averaging(closure: Callable[[], Any], reducer: GradientReducer) -> Callable[[], Any]:
-    """A closure with reduced gradients and the average of the ranks' losses.
+    """A closure with reduced gradients and the average of the ranks' losses, weighted as they are.
 
     So all ranks evaluate it equally often. Each evaluation is a window: it may have fewer
     backward passes than agreed, or none.
@@ -278,22 +287,34 @@ def _averaging(closure: Callable[[], Any], reducer: GradientReducer) -> Callable
         reducer.before_step()
         if loss is None:
             return None
-        value = np.array(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        weight = reducer.weight if reducer.policy.weighted else 1.0
+        # Not by multiplication: the mean of no samples is not a number.
+        total = np.array([value * weight if weight else 0.0, weight])
         options = Options("closure.loss", reducer.policy.process_set)
-        submit.at_once(submit.allreduce(value, Average, 1.0, 1.0, options))
-        return torch.full_like(loss, float(value)) if isinstance(loss, torch.Tensor) else float(value)
+        submit.at_once(submit.allreduce(total, Sum, 1.0, 1.0, options))
+        average = float(total[0] / total[1]) if total[1] else math.nan
+        return torch.full_like(loss, average) if isinstance(loss, torch.Tensor) else average
 
     return evaluate
 
 
-def _hook(parameter: torch.Tensor, ready: Callable[[torch.Tensor], None]) -> Any:
+_REDUCE = "register_post_accumulate_grad_hook"
+_BEFORE = "register_hook"
+
+
+def _zeroes(store: TorchGradients, index: int) -> Callable[[torch.Tensor], None]:
+    return lambda _: store.forget_zeroed(index)
+
+
+def _hook(parameter: torch.Tensor, register: str, hook: Callable[[torch.Tensor], None]) -> Any:
     """Register also on a parameter that is frozen now and may be unfrozen later."""
     frozen = not parameter.requires_grad
     if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
         return None  # integers never have a gradient
     if frozen:
         parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+    handle = getattr(parameter, register)(hook)
     if frozen:
         parameter.requires_grad_(False)
     return handle

@@ -20,7 +20,7 @@ _FACTOR = "hvdp_lr_factor"
 
 # OneCycleLR keeps the ends of its ramps in the groups, CyclicLR in lists of its own.
 _RATES_OF_A_GROUP = ("lr", "initial_lr", "max_lr", "min_lr")
-_RATES_OF_A_SCHEDULER = ("base_lrs", "max_lrs")
+_RATES_OF_A_SCHEDULER = ("base_lrs", "max_lrs", "_last_lr")
 
 
 def rate_scaler(
@@ -68,7 +68,8 @@ def scale_with_schedulers(optimizer: torch.optim.Optimizer, scale: Callable[[Any
         for scheduler in _schedulers_of(optimizer):
             for key in _RATES_OF_A_SCHEDULER:
                 if key in vars(scheduler):
-                    rates = zip(vars(scheduler)[key], changes, strict=True)
+                    # Of fewer groups, where some were added after the scheduler was made.
+                    rates = zip(vars(scheduler)[key], changes, strict=False)
                     vars(scheduler)[key] = [rate * change for rate, change in rates]
 
 

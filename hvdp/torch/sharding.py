@@ -56,6 +56,7 @@ class ShardedIterable(IterableDataset[Any]):
         self._epochs.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        # No generator: a worker that is stopped before its first element must have counted, too.
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if workers > _MOST_WORKERS:
@@ -65,7 +66,7 @@ class ShardedIterable(IterableDataset[Any]):
         self._epochs[slot] = epoch + 1
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
-        yield from self.partition.pick(self.data, number, workers)
+        return self.partition.pick(self.data, number, workers)
 
 
 class _SizedIterable(ShardedIterable):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]], root_rank: int = 0
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
+    root_rank: int = 0,
 ) -> None:
     """Give every rank the values of rank `root_rank`; collective.
 
@@ -28,8 +29,8 @@ def broadcast_parameters(
     them to the model, if it has any.
 
     Args:
-        params: `model.state_dict()` or `model.named_parameters()`; pairs without a tensor
-            are left alone.
+        params: `model.state_dict()`, `model.named_parameters()`, or tensors without names such
+            as `list(model.parameters())`; pairs without a tensor are left alone.
 
     Raises:
         MismatchError: the ranks' names, shapes or dtypes differ; on every rank.
@@ -38,13 +39,15 @@ def broadcast_parameters(
     others: list[str] = []
     fault = ""
     try:
-        for name, value in params.items() if isinstance(params, Mapping) else params:
+        for name, value in params.items() if isinstance(params, Mapping) else _pairs(params):
             if isinstance(value, torch.Tensor):
                 tensors[name] = value
             elif isinstance(params, MutableMapping):
                 others.append(name)
     except Exception:  # noqa: BLE001 - an iterable of any kind
-        fault = f"params must be a state_dict or (name, tensor) pairs. Received: {type(params).__name__}"
+        fault = (
+            f"params must be a state_dict, (name, tensor) pairs or tensors. Received: {type(params).__name__}"
+        )
     specs = [
         ParameterSpec(name, tuple(value.shape), dtype_name(value.dtype), value.element_size())
         for name, value in tensors.items()
@@ -57,6 +60,12 @@ def broadcast_parameters(
         assert isinstance(params, MutableMapping)
         values = broadcast_object([params[name] for name in others], root_rank, f"{label}.others")
         params.update(zip(others, values, strict=True))
+
+
+def _pairs(params: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for number, item in enumerate(params):
+        # First: a tensor of two rows would pass for a pair of them.
+        yield (f"parameter.{number}", item) if isinstance(item, torch.Tensor) else item
 
 
 def _broadcast_all(tensors: list[torch.Tensor], root_rank: int, label: str) -> None:

@@ -71,26 +71,31 @@ class WarmupLR(LRScheduler):
         self._length = float(warmup_epochs if warmup_steps is None else warmup_steps)  # type: ignore[arg-type]
         self._unit = float(steps_per_epoch) if warmup_steps is None else 1.0
         self._scale = scale
-        # What the rates are multiplied by now.
-        self._applied = 1.0
+        # What each group's rate is multiplied by now.
+        self._applied: list[float] = []
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
         """The rates that `step` sets."""
         factor = self._factor(self.last_epoch)
-        # A SequentialLR sets the rates back before it starts a scheduler.
-        change = factor if self.last_epoch == 0 else factor / self._applied
-        if self._applied != factor and self.last_epoch > 0:
+        groups = self.optimizer.param_groups
+        # Groups that came during the ramp are not on it yet.
+        applied = self._applied + [1.0] * (len(groups) - len(self._applied))
+        if self.last_epoch == 0:
+            # A SequentialLR sets the rates back before it starts a scheduler.
+            applied = [1.0] * len(groups)
+        elif any(before != factor for before in self._applied):
             self._refuse_overwritten()
         if self._get_lr_called_within_step:
-            self._applied = factor
-        return [group["lr"] * change for group in self.optimizer.param_groups]
+            self._applied = [factor] * len(groups)
+        return [group["lr"] * (factor / before) for group, before in zip(groups, applied, strict=True)]
 
     def _refuse_overwritten(self) -> None:
-        for group, own in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+        known = zip(self.optimizer.param_groups, self._last_lr, self._applied, strict=False)
+        for group, own, applied in known:
             now, most = float(group["lr"]), float(group.get("initial_lr", math.inf))
             # Who multiplies makes it smaller than it was at the start; who overwrites undoes our factor.
-            if now / self._applied > most * _MORE:
+            if now / applied > most * _MORE:
                 raise InvalidArgumentError(
                     "WarmupLR multiplies rates, and another scheduler, or an assignment, has overwritten "
                     f"them: WarmupLR had set {float(own):g}, which is now {now:g}. Let schedulers that set "

@@ -51,6 +51,10 @@ def entries_that_are_no_tensors() -> None:
     hvd.broadcast_parameters(pairs, root_rank=root)
     assert pairs[0][1].tolist() == [root, root]
     assert pairs[1] == ("epoch", rank)
+    model.weight.data.fill_(rank)
+    hvd.broadcast_parameters(list(model.parameters()), root_rank=root)
+    hvd.broadcast_parameters(iter([model.weight]), root_rank=root)
+    assert model.weight.tolist() == [[root, root]] * 2
     hvd.broadcast_parameters(MappingProxyType({"w": torch.zeros(1), "epoch": rank}))
     hvd.broadcast_parameters({})
     with pytest.raises(MismatchError, match="'x' no tensor"):

@@ -66,6 +66,31 @@ def test_passes_of_a_window_that_is_not_full_do_not_get_into_the_next_epoch() ->
     assert second == [(3 + 203) / 2, (23 + 223) / 2]
 
 
+def _gradients_kept_as_zeros() -> list[float]:
+    """Where others have used the memory that they are in since this rank joined."""
+    import torch
+
+    import hvdp.torch as hvd
+
+    hvd.init()
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+    found = []
+    for _ in range(2):
+        for _ in range(3 if hvd.rank() else 1):
+            weight.sum().backward()
+            found.append(weight.grad.item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        hvd.join()
+        assert weight.grad is None
+    return found
+
+
+def test_what_others_have_reduced_does_not_get_into_zeros_that_a_joined_rank_has_kept() -> None:
+    assert run_ranks(_gradients_kept_as_zeros, 2) == [[1.0] * 2, [1.0] * 6]
+
+
 def test_a_rank_without_a_batch_in_the_first_window_comes_back() -> None:
     results = run_ranks(_epochs, 3)
     assert results[0] == results[1] == results[2]

@@ -98,6 +98,19 @@ def schedules() -> dict[str, bool]:
     return found
 
 
+def groups_that_schedulers_do_not_know() -> None:
+    """Added after a scheduler was made, which goes on with those that it knows."""
+    size = _start()
+    plain = _optimizer()
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+    plain.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.125})
+    optimizer = hvd.DistributedOptimizer(plain, lr_scaling="linear")
+    assert scheduler.get_last_lr() == pytest.approx([0.5 * size, 0.25 * size])
+    optimizer.step()
+    scheduler.step()
+    assert _rates(optimizer) == pytest.approx([0.25 * size, 0.125 * size, 0.0625 * size])
+
+
 def one_line_on_rank_0() -> list[str]:
     _start()
     lines: list[str] = []
@@ -114,6 +127,7 @@ def one_line_on_rank_0() -> list[str]:
 def _run_all() -> tuple[dict[str, bool], list[str]]:
     once()
     checkpoints()
+    groups_that_schedulers_do_not_know()
     return schedules(), one_line_on_rank_0()
 
 

@@ -104,6 +104,56 @@ def closures() -> None:
         torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9)
 
 
+class Factored(torch.optim.SGD):
+    """With an argument more than others have."""
+
+    def step(self, closure: Any = None, factor: float = 1.0) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(factor * parameter.grad)
+        return loss
+
+
+def arguments_beside_a_closure() -> None:
+    rank, _, mean = _start()
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer: Any = hvd.DistributedOptimizer(Factored([weight], lr=1.0))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight * (rank + 1)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure, 0.5)
+    optimizer.step(closure, factor=0.25)
+    optimizer.step(closure=closure, factor=0.25)
+    _is(weight, -mean)
+
+
+def closures_of_weighted_ranks() -> None:
+    """The loss is that of all samples; a rank without any has the mean of none, which is not a number."""
+    rank, size, _ = _start()
+    for counts in ([3, *(1,) * size], [2, *(0,) * size]):
+        everything = torch.arange(1.0, 1.0 + sum(counts[:size]), dtype=torch.float64)
+        data = everything.split(counts[:size])[rank]
+        weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), weighted=True)
+        optimizer.set_weight(len(data))
+
+        def closure(data: Any = data, weight: Any = weight, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (weight * data).mean()
+            loss.backward()
+            return loss
+
+        _is(optimizer.step(closure), everything.mean())
+        _is(weight, 1 - everything.mean() / 2)
+        assert optimizer.step(lambda data=data: float(data.mean())) == pytest.approx(everything.mean().item())
+
+
 def stepping_without_a_backward() -> None:
     rank, size, _ = _start()
     model = _stack(2)
@@ -177,6 +227,8 @@ CASES = [
     copies_and_pickles_are_plain,
     schedulers_before_and_after,
     closures,
+    arguments_beside_a_closure,
+    closures_of_weighted_ranks,
     stepping_without_a_backward,
     optimizers_made_in_a_loop_leave_no_hooks,
 ]

@@ -84,6 +84,17 @@ def iterables() -> None:
     assert _everybodys(list(hvd.shard(iter(range(7)), pad=False))) == list(range(7))
 
 
+def iterables_count_before_their_first_element() -> None:
+    """As a data-loader worker must that is stopped before it has come to one."""
+    _start()
+    letters = hvd.shard(Letters(), pad=False)
+    for epoch in (1, 2):
+        iter(letters)
+        assert letters.epoch == epoch
+        assert letters.data.epoch == epoch - 1
+    assert _everybodys(list(letters))[0] == "a2"
+
+
 class Counted(Letters):
     def __len__(self) -> int:
         return 11
@@ -131,14 +142,14 @@ def refuses() -> None:
 
 
 def _trained(*loaders: Any, steps: int) -> None:
-    """Steps of a DistributedOptimizer, while these loaders exist."""
+    """Steps of a DistributedOptimizer, while these loaders exist, and one that tells what it has seen."""
     model = torch.nn.Linear(1, 1)
     hvd.broadcast_parameters(model.state_dict())
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
     )
-    for _ in range(steps):
-        for loader in loaders:
+    for step in range(steps + 1):
+        for loader in loaders if step < steps else ():
             next(iter(loader))
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
@@ -183,6 +194,23 @@ def epochs_of_one_rank_alone() -> None:
         hvd.check_consistency(torch.nn.Flatten())
 
 
+def a_look_at_epochs_makes_no_rank_wait() -> None:
+    """For the step of another optimizer, which only some ranks' backward has reduced already."""
+    rank, size = _start()
+    shard = hvd.shard(5)
+    a, b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    first, second = (hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0)) for p in (a, b))
+    for step in range(5):
+        first.zero_grad()
+        second.zero_grad()
+        (a + b if rank == 0 or step == 0 else a).sum().backward()
+        first.step()
+        second.step()
+    assert shard.epoch == 0
+    torch.testing.assert_close(a.detach(), torch.tensor([-5.0]))
+    torch.testing.assert_close(b.detach(), torch.tensor([-1.0 - 4.0 / size]))
+
+
 def epochs_that_need_not_agree() -> None:
     """Shards of other process sets, and those that some ranks have forgotten."""
     rank, _ = _start()
@@ -206,8 +234,10 @@ def _run_all() -> None:
     tensors()
     refuses()
     iterables()
+    iterables_count_before_their_first_element()
     iterables_with_a_length()
     epochs_of_one_rank_alone()
+    a_look_at_epochs_makes_no_rank_wait()
     epochs_that_need_not_agree()
 
 

@@ -151,6 +151,15 @@ def passes_in_a_step_change() -> None:
         assert a.grad == mean * passes
         optimizer.step()
     assert a.item() == -mean * (1 + 3 + 2 + 1)
+    # Within a window: from the next one on.
+    optimizer.set_backward_passes_per_step(2)
+    for before, later in ((2, 4), (4, 1), (1, 1)):
+        optimizer.zero_grad()
+        for turn in range(before):
+            (a * (rank + 1)).sum().backward()
+            optimizer.set_backward_passes_per_step(later)
+            assert a.grad == (mean if turn + 1 == before else rank + 1) * (turn + 1)
+        optimizer.step()
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         optimizer.set_backward_passes_per_step(0)
 

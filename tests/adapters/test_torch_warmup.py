@@ -67,6 +67,17 @@ def test_the_ramp() -> None:
     assert _rates(flat, hvd.WarmupLR(flat, warmup_steps=2, scale=1), 3) == [8.0] * 3
 
 
+def test_a_group_that_comes_during_the_ramp() -> None:
+    optimizer = _optimizer()
+    scheduler = hvd.WarmupLR(optimizer, warmup_steps=6, scale=4)
+    assert _rates(optimizer, scheduler, 3) == pytest.approx([2, 3, 4])
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 80.0})
+    for wanted in (6, 7, 8, 8):
+        optimizer.step()
+        scheduler.step()
+        assert scheduler.get_last_lr() == pytest.approx([wanted, wanted / 16, wanted * 10])
+
+
 def test_with_other_schedulers() -> None:
     ramp = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
     decay = [0.9**step for step in range(7)]

@@ -60,6 +60,49 @@ def sums_are_not_summed_again() -> None:
             optimizer.step()
 
 
+def sums_are_used_twice() -> None:
+    """By two steps, or by one after another parameter has come; and not by a closure that adds to them."""
+    _, size, _ = _start()
+    for options in ({}, {"compression": hvd.Compression.bf16}):
+        (a, b), words = _two(), nn.Embedding(3, 1, sparse=True)
+        nn.init.zeros_(words.weight)
+        optimizer = _sgd([a, words.weight], op=hvd.Sum, **options)
+        for turn in (1, 2):
+            optimizer.zero_grad(set_to_none=turn == 1)
+            (a.sum() + words(torch.tensor([1])).sum()).backward()
+            optimizer.step()
+            optimizer.step()
+            torch.testing.assert_close(a.detach(), torch.tensor([-2.0 * size * turn]))
+            torch.testing.assert_close(words.weight[1].detach(), torch.tensor([-2.0 * size * turn]))
+        with pytest.raises(InvalidArgumentError, match=AGAIN):
+            optimizer.step(lambda a=a: a.sum().backward())
+        a.grad.zero_()
+        a.sum().backward()
+        optimizer.add_param_group({"params": [b]})
+        optimizer.step()
+        torch.testing.assert_close(a.detach(), torch.tensor([-5.0 * size]))
+        with torch.no_grad():
+            a.grad.fill_(1.0)
+        optimizer.step()
+        torch.testing.assert_close(a.detach(), torch.tensor([-6.0 * size]))
+
+
+def sums_are_zeroed_by_the_model() -> None:
+    """After a step, or where it was skipped."""
+    _, size, _ = _start()
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    model[1].requires_grad_(False)
+    optimizer = _sgd(model.parameters(), op=hvd.Sum)
+    for turn in range(6):
+        if turn == 2:
+            model[1].requires_grad_(True)
+        model.zero_grad(set_to_none=turn == 5)
+        model(torch.ones(1, 2)).sum().backward()
+        torch.testing.assert_close(model[0].bias.grad, size * model[1].weight[0].detach())
+        if turn % 2:
+            optimizer.step()
+
+
 def a_backward_that_failed_leaves_nothing() -> None:
     rank, _, mean = _start()
     a, b = _two()
@@ -146,6 +189,29 @@ def steps_within_backward() -> None:
             assert all(p == -mean * (turn + 1) for p in pair)
 
 
+def windows_whose_step_is_skipped() -> None:
+    """Then one with gradients made by hand, or with a backward on some ranks only."""
+    rank, size, mean = _start()
+    for op, factor in ((hvd.Average, 1), (hvd.Sum, size)):
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = _sgd(model.parameters(), op=op)
+        for clear in (optimizer.zero_grad, model.zero_grad):
+            for by_hand in (True, False):
+                clear()
+                model(torch.ones(1, 2)).sum().backward()
+                clear()
+                loss = model(torch.full((1, 2), rank + 1.0)).sum()
+                if by_hand:
+                    (model.weight.grad,) = torch.autograd.grad(loss, model.weight)
+                    if op is hvd.Sum and clear == model.zero_grad:
+                        continue  # as well a sum that was replaced by what was made of it
+                elif rank == 0:
+                    loss.backward()
+                optimizer.step()
+                wanted = mean * factor if by_hand else factor / size
+                torch.testing.assert_close(model.weight.grad, torch.full((1, 2), wanted))
+
+
 def gradients_of_ranks_without_weight() -> None:
     """A parameter that only they use is not used."""
     rank, size, _ = _start()
@@ -173,6 +239,21 @@ def gradients_of_ranks_without_weight() -> None:
         assert gradient.isfinite().all()
         assert (gradient > 0).tolist() == [member != last for member in range(size)]
         optimizer.step()
+
+
+def many_samples_of_16_bit_embeddings() -> None:
+    """More than such floats can count."""
+    rank, _, mean = _start()
+    for dtype in (torch.float16, torch.bfloat16):
+        words = nn.Embedding(3, 1, sparse=True, dtype=dtype)
+        optimizer = _sgd(words.parameters(), weighted=True)
+        for weight in (70_000, 1):
+            optimizer.zero_grad()
+            optimizer.set_weight(weight)
+            (words(torch.tensor([1])) * (32 * (rank + 1))).sum().backward()
+            assert words.weight.grad.dtype is dtype
+            assert words.weight.grad.to_dense().tolist() == [[0], [32 * mean], [0]]
+            optimizer.step()
 
 
 def one_weight_for_all_passes_of_a_step() -> None:
@@ -259,11 +340,15 @@ def options_that_differ() -> None:
 
 CASES = [
     sums_are_not_summed_again,
+    sums_are_used_twice,
+    sums_are_zeroed_by_the_model,
     a_backward_that_failed_leaves_nothing,
     a_shared_layer_in_reentrant_checkpoints_is_refused,
     closures_with_fewer_passes,
     steps_within_backward,
+    windows_whose_step_is_skipped,
     gradients_of_ranks_without_weight,
+    many_samples_of_16_bit_embeddings,
     one_weight_for_all_passes_of_a_step,
     an_inf_in_a_short_window,
     parameters_that_never_have_a_gradient,
