@@ -108,7 +108,7 @@ class SyncBatchNorm(_BatchNorm):
         runtime.require("SyncBatchNorm")
         if self.process_set.size() == 1:
             return super().forward(input)
-        means, variances, counts = _gathered(input, self.process_set)
+        means, variances, counts, needs = _gathered(input, self.process_set)
         total, mean, variance = _joined(means, variances, counts)
         if total == 1:
             raise ValueError(
@@ -117,8 +117,17 @@ class SyncBatchNorm(_BatchNorm):
             )
         if total:
             self._track(mean, variance * (total / (total - 1)))
+        needed = bool(needs.any())
         output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, variance, self.eps, total, self.process_set
+            input,
+            self.weight,
+            self.bias,
+            mean,
+            variance,
+            self.eps,
+            total,
+            needed,
+            self.process_set,
         )
         return output
 
@@ -137,16 +146,18 @@ class SyncBatchNorm(_BatchNorm):
 
 @torch.no_grad()
 def _gathered(input: torch.Tensor, process_set: ProcessSet) -> tuple[torch.Tensor, ...]:
-    """Each rank's mean and variance (ranks, channels), and number of values a channel (ranks, 1)."""
+    """Each rank's mean and variance (ranks, channels), number of values a channel, and whether its
+    input needs a gradient (ranks, 1)."""
     channels = input.shape[1]
     count = input.numel() // max(channels, 1)
-    row = torch.zeros(1, 2 * channels + 1, dtype=torch.float64, device=input.device)
+    row = torch.zeros(1, 2 * channels + 2, dtype=torch.float64, device=input.device)
+    row[0, -1] = input.requires_grad
     if count:
         variance, mean = torch.var_mean(_wide(input), _others(input), correction=0)
-        row[0, :channels], row[0, channels:-1], row[0, -1] = mean, variance, count
+        row[0, :channels], row[0, channels:-2], row[0, -2] = mean, variance, count
     name = f"sync_batch_norm.{channels}"
     rows = collectives.allgather(row, name=name, process_set=process_set)
-    return rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
+    return rows[:, :channels], rows[:, channels:-2], rows[:, -2:-1], rows[:, -1:]
 
 
 def _joined(
@@ -173,11 +184,12 @@ class _Normalise(torch.autograd.Function):
         variance: torch.Tensor,
         eps: float,
         total: int,
+        needed: bool,
         process_set: ProcessSet,
     ) -> torch.Tensor:
         wide = _wide(input)
         ctx.save_for_backward(input, weight, mean, (variance + eps).rsqrt())
-        ctx.total, ctx.process_set = total, process_set
+        ctx.total, ctx.needed, ctx.process_set = total, needed, process_set
         if not input.numel():
             return torch.empty_like(input)
         return F.batch_norm(
@@ -198,7 +210,7 @@ class _Normalise(torch.autograd.Function):
         normal = (wide - _along(mean, wide)) * _along(scale, wide)
         to_bias, to_weight = upstream.sum(dims), (upstream * normal).sum(dims)
         to_input = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needed:  # by any rank, whose gradient depends on what this one adds
             channels = wide.shape[1]
             sums = torch.cat([to_bias, to_weight]).double()
             sums = collectives.allreduce(
@@ -215,7 +227,7 @@ class _Normalise(torch.autograd.Function):
             total.to(weight.dtype) if needed else None
             for total, needed in zip((to_weight, to_bias), ctx.needs_input_grad[1:3], strict=True)
         ]
-        return to_input, *own, None, None, None, None, None
+        return to_input, *own, None, None, None, None, None, None
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,20 @@ def equals_the_joined_batch() -> None:
             _close(ours(everything), joined(everything), rtol=1e-6, atol=1e-6)
 
 
+def one_rank_needs_no_gradient_of_its_input() -> None:
+    """As where the layer below is frozen there: the others still need what it adds to the sums."""
+    rank, size = _start()
+    everything, upstream = torch.randn(2 * size, 3), torch.randn(2 * size, 3)
+    whole = everything.clone().requires_grad_()
+    (torch.nn.BatchNorm1d(3)(whole) * upstream).sum().backward()
+    mine = everything[2 * rank : 2 * rank + 2].clone().requires_grad_(rank != size - 1 or size == 1)
+    (hvd.SyncBatchNorm(3)(mine) * upstream[2 * rank : 2 * rank + 2]).sum().backward()
+    assert whole.grad is not None
+    if mine.requires_grad:
+        _close(mine.grad, whole.grad[2 * rank : 2 * rank + 2])
+    hvd.barrier()
+
+
 def other_dtypes_and_layouts() -> None:
     rank, size = _start()
     whole = torch.randn(4 * size, 3, 5, 5) + 10
@@ -178,6 +192,7 @@ def buffers_become_equal() -> None:
 
 def _run_all() -> None:
     equals_the_joined_batch()
+    one_rank_needs_no_gradient_of_its_input()
     other_dtypes_and_layouts()
     converts()
     trains_as_one_process()
