@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from hvdp._core import submit
 from hvdp._core.compression import Compressor
 from hvdp._core.config import Config
-from hvdp._core.ops import Adasum, Average, ReduceOp, Sum
+from hvdp._core.ops import Adasum, Average, ReduceOp
 from hvdp._core.policy import policy_fault
 from hvdp._core.runtime import runtime
-from hvdp._core.submit import Options
 from hvdp.collectives import no_compression
 from hvdp.errors import InvalidArgumentError
 from hvdp.optimizer import GradientReducer, Policy
@@ -26,6 +22,7 @@ from hvdp.process_sets import ProcessSet, global_process_set
 from hvdp.scaling import LrScaling
 from hvdp.torch.adasum import DeltaAdasum
 from hvdp.torch.arguments import Groups, NamedParameters, grouped, named
+from hvdp.torch.closures import with_all_ranks
 from hvdp.torch.consistency import DriftWatch
 from hvdp.torch.gradients import TorchGradients
 from hvdp.torch.passes import PassWatch
@@ -262,41 +259,16 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if closure is None:
         optimizer._reducer.before_step()
         return None
-    averaging = _averaging(closure, optimizer._reducer)
+    reducing = with_all_ranks(closure, optimizer._reducer)
     if len(args) > 1:
-        return (args[0], averaging, *args[2:]), kwargs
-    return args, {**kwargs, "closure": averaging}
+        return (args[0], reducing, *args[2:]), kwargs
+    return args, {**kwargs, "closure": reducing}
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if optimizer._delta is not None:
         optimizer._delta.after_step(optimizer._store.parameters)
     optimizer._reducer.after_step()
-
-
-def _averaging(closure: Callable[[], Any], reducer: GradientReducer) -> Callable[[], Any]:
-    """A closure with reduced gradients and the average of the ranks' losses, weighted as they are.
-
-    So all ranks evaluate it equally often. Each evaluation is a window: it may have fewer
-    backward passes than agreed, or none.
-    """
-
-    def evaluate() -> Any:
-        reducer.after_step()
-        loss = closure()
-        reducer.before_step()
-        if loss is None:
-            return None
-        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        weight = reducer.weight if reducer.policy.weighted else 1.0
-        # Not by multiplication: the mean of no samples is not a number.
-        total = np.array([value * weight if weight else 0.0, weight])
-        options = Options("closure.loss", reducer.policy.process_set)
-        submit.at_once(submit.allreduce(total, Sum, 1.0, 1.0, options))
-        average = float(total[0] / total[1]) if total[1] else math.nan
-        return torch.full_like(loss, average) if isinstance(loss, torch.Tensor) else average
-
-    return evaluate
 
 
 _REDUCE = "register_post_accumulate_grad_hook"

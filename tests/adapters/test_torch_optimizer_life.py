@@ -154,6 +154,23 @@ def closures_of_weighted_ranks() -> None:
         assert optimizer.step(lambda data=data: float(data.mean())) == pytest.approx(everything.mean().item())
 
 
+def closures_of_sums() -> None:
+    """A line search needs the loss whose gradient it is given."""
+    rank, size, _ = _start()
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), op=hvd.Sum)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (weight * (rank + 1)).sum()
+        loss.backward()
+        return loss
+
+    total = size * (size + 1) / 2
+    _is(optimizer.step(closure), total)
+    _is(weight, 1 - total / 2)
+
+
 def stepping_without_a_backward() -> None:
     rank, size, _ = _start()
     model = _stack(2)
@@ -229,6 +246,7 @@ CASES = [
     closures,
     arguments_beside_a_closure,
     closures_of_weighted_ranks,
+    closures_of_sums,
     stepping_without_a_backward,
     optimizers_made_in_a_loop_leave_no_hooks,
 ]
