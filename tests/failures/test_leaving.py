@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,18 @@ import hvdp
 from hvdp._core import rendezvous
 from hvdp.errors import HorovodInternalError, InvalidArgumentError, RendezvousError
 from hvdp.launch.environments import detect
-from hvdp.testing import World, run_script
+from hvdp.testing import Completed, World, run_script
 
 ONES = np.ones(4, np.float32)
+
+
+def _launched(program: str, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Completed:
+    """A program whose processes end as programs do, on two ranks."""
+    script = folder / "program.py"
+    script.write_text(program)
+    return run_script(
+        [sys.executable, "-m", "hvdp.launch", "-np", "2", *flags, sys.executable, script], env=env
+    )
 
 
 def _engine() -> Any:
@@ -64,9 +74,7 @@ else:
 def test_what_was_agreed_on_before_a_goodbye_is_done(
     leave: str, status: int, reason: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    script = tmp_path / "leaving.py"
-    script.write_text(AT_A_BAD_MOMENT.replace("LEAVE", leave))
-    done = run_script([sys.executable, "-m", "hvdp.launch", "-np", "2", *flags, sys.executable, script])
+    done = _launched(AT_A_BAD_MOMENT.replace("LEAVE", leave), tmp_path, *flags)
     assert done.status == status, done.stderr
     assert "[0]<stdout>:1.0" in done.stdout
     assert f"{reason} before it took part in allreduce 'more'" in done.stdout
@@ -278,9 +286,7 @@ else:
 
 
 def test_calls_in_a_signal_handler_within_a_call(tmp_path: Path) -> None:
-    script = tmp_path / "handler.py"
-    script.write_text(IN_A_HANDLER)
-    done = run_script([sys.executable, "-m", "hvdp.launch", "-np", "2", sys.executable, script])
+    done = _launched(IN_A_HANDLER, tmp_path)
     assert done.status == 0, done.stderr
     assert "rank 1 called hvd.shutdown() before it took part in allreduce 'b'" in done.stdout
 
@@ -298,6 +304,8 @@ try:
     hvd.init()
 except hvd.HvdpError:
     os.environ["HVDP_CPU_OPERATIONS"] = "shm"
+else:
+    sys.exit("MPI cannot have started: nothing was tested")
 hvd.init()
 hvd.barrier()
 if hvd.rank() == 1:
@@ -310,9 +318,7 @@ except hvd.HorovodInternalError as error:
 
 
 def test_a_goodbye_at_exit_though_the_first_init_failed(tmp_path: Path) -> None:
-    script = tmp_path / "init.py"
-    script.write_text(FIRST_INIT_FAILS)
-    done = run_script([sys.executable, "-m", "hvdp.launch", "-np", "2", sys.executable, script])
+    done = _launched(FIRST_INIT_FAILS, tmp_path)
     assert done.status == 0, done.stderr
     assert "rank 1 exited before it took part in barrier" in done.stdout
 
@@ -333,10 +339,7 @@ print(hvd.allreduce(np.ones(3), op=hvd.Sum)[0])
 
 
 def test_a_forked_child_does_not_end_mpi(tmp_path: Path) -> None:
-    script = tmp_path / "forks.py"
-    script.write_text(FORKS)
-    command = [sys.executable, "-m", "hvdp.launch", "-np", "2", "--mpi", sys.executable, script]
-    done = run_script(command, env={"HVDP_CPU_OPERATIONS": "mpi"})
+    done = _launched(FORKS, tmp_path, "--mpi", env={"HVDP_CPU_OPERATIONS": "mpi"})
     assert done.status == 0, done.stderr
     assert "[0]<stdout>:2.0" in done.stdout
 
