@@ -185,6 +185,10 @@ class ArrayReducer:
         For every rank at once.
         """
         self.windows = 0
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was given since the last window; what has started is waited for."""
         self._passes = 0
         self.reducer.cleared()
         self._store.taken()

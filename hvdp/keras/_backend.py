@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import Any, Protocol, TypeVar, cast
 
@@ -26,10 +26,21 @@ class Backend(Protocol):
     def densified(self, gradient: Any) -> Any:
         """A dense tensor of a gradient."""
 
-    def reduce(self, reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] | None, Any]:
+    def when_ready(self, variable: Any, hand_over: Callable[[Any], None]) -> None:
+        """Have `hand_over` called with the variable's gradient by each backward that can be watched."""
+
+    def give(self, reducer: ArrayReducer, index: int, gradient: Any) -> None:
+        """Hand one gradient over, ahead of `reduce`; for those that `when_ready` tells of."""
+
+    def reduce(
+        self, reducer: ArrayReducer, gradients: Sequence[Any], given: Collection[int]
+    ) -> tuple[list[Any] | None, Any]:
         """The reduced gradients, for the step under way, and whether they are: after a window's last pass.
 
         In a program that is being traced the flag is a tensor.
+
+        Args:
+            given: which of them `give` has handed over.
         """
 
     def call(self, function: Callable[[list[Array]], list[Array]], tensors: Sequence[Any]) -> list[Any]:

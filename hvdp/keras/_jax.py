@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.experimental import io_callback
 from hvdp._core.arrays import Array
 from hvdp.gradients import ArrayReducer
 
-__all__ = ["call", "densified", "is_sparse", "reduce", "untraced", "when"]
+__all__ = ["call", "densified", "give", "is_sparse", "reduce", "untraced", "when", "when_ready"]
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -25,7 +25,17 @@ def densified(gradient: Any) -> Any:
     return gradient.todense() if hasattr(gradient, "todense") else gradient
 
 
-def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] | None, Any]:
+def when_ready(variable: Any, hand_over: Callable[[Any], None]) -> None:
+    """Never: a backward is part of the program, with nothing to watch."""
+
+
+def give(reducer: ArrayReducer, index: int, gradient: Any) -> None:
+    """Not called: `when_ready` tells of nothing."""
+
+
+def reduce(
+    reducer: ArrayReducer, gradients: Sequence[Any], given: Collection[int]
+) -> tuple[list[Any] | None, Any]:
     """The reduced gradients, and whether they are: after a window's last pass.
 
     While tracing, the flag is an array, and without it the gradients mean nothing.

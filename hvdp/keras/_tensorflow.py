@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +12,7 @@ from hvdp.gradients import ArrayReducer
 from hvdp.tensorflow._graph import OPERATION, as_array, as_written, in_order, is_symbolic
 from hvdp.tensorflow.gradients import reduce_gradients
 
-__all__ = ["call", "densified", "is_sparse", "reduce", "untraced", "when"]
+__all__ = ["call", "densified", "give", "is_sparse", "reduce", "untraced", "when", "when_ready"]
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -25,7 +25,17 @@ def densified(gradient: Any) -> Any:
     return tf.convert_to_tensor(gradient)
 
 
-def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] | None, Any]:
+def when_ready(variable: Any, hand_over: Callable[[Any], None]) -> None:
+    """Never: a backward is part of the program, with nothing to watch."""
+
+
+def give(reducer: ArrayReducer, index: int, gradient: Any) -> None:
+    """Not called: `when_ready` tells of nothing."""
+
+
+def reduce(
+    reducer: ArrayReducer, gradients: Sequence[Any], given: Collection[int]
+) -> tuple[list[Any] | None, Any]:
     """As `hvdp.tensorflow.gradients.reduce_gradients`: for the step under way only."""
     return reduce_gradients(reducer, gradients, copy=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from hvdp._core.arrays import Array
 from hvdp.gradients import ArrayReducer, Rows
 from hvdp.torch._arrays import as_array, as_tensor
+from hvdp.torch.passes import hook_on
 
-__all__ = ["call", "densified", "is_sparse", "reduce", "untraced", "when"]
+__all__ = ["call", "densified", "give", "is_sparse", "reduce", "untraced", "when", "when_ready"]
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -24,21 +25,23 @@ def densified(gradient: Any) -> Any:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
-def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] | None, bool]:
+def when_ready(variable: Any, hand_over: Callable[[Any], None]) -> None:
+    """Have `hand_over` called with the variable's gradient by each backward that is done with it."""
+    hook_on(variable.value, lambda parameter: hand_over(parameter.grad))
+
+
+def give(reducer: ArrayReducer, index: int, gradient: Any) -> None:
+    """Hand one gradient over, ahead of `reduce`."""
+    reducer.give({index: _array(gradient)})
+
+
+def reduce(
+    reducer: ArrayReducer, gradients: Sequence[Any], given: Collection[int]
+) -> tuple[list[Any] | None, bool]:
     """The reduced gradients after a window's last pass: views, for the step under way only."""
-    rows = {i for i, gradient in enumerate(gradients) if gradient is not None and is_sparse(gradient)}
-    reducer.prepare({i for i, gradient in enumerate(gradients) if gradient is not None}, rows)
-    given: dict[int, Any] = {}
-    for index in reversed(range(len(gradients))):
-        gradient = gradients[index]
-        if gradient is None:
-            continue
-        if index in rows:
-            entries = gradient.detach().coalesce().cpu()
-            given[index] = Rows(as_array(entries.indices()[0]), as_array(entries.values()))
-        else:
-            given[index] = as_array(gradient.detach().cpu().contiguous())
-    reducer.give(given)
+    own = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    reducer.prepare(own, {i for i in own if is_sparse(gradients[i])})
+    reducer.give({index: _array(gradients[index]) for index in reversed(own) if index not in given})
     results = reducer.finish()
     if results is None:
         return None, False
@@ -53,6 +56,13 @@ def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] |
         like = gradients[index]
         found[index] = tensor if like is None else tensor.to(like.device)
     return found, True
+
+
+def _array(gradient: Any) -> Array | Rows:
+    if not is_sparse(gradient):
+        return as_array(gradient.detach().cpu().contiguous())
+    entries = gradient.detach().coalesce().cpu()
+    return Rows(as_array(entries.indices()[0]), as_array(entries.values()))
 
 
 def call(function: Callable[[list[Array]], list[Array]], tensors: Sequence[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -126,11 +127,14 @@ def _checked(model: Any, train: Callable[..., Any], link: Link) -> Callable[...,
     """`train`, which raises if it moves weights and has not reduced any gradient."""
 
     jax = keras.backend.backend() == "jax"
+    # A step of the user's own may change gradients between backward and apply.
+    plain = type(model).train_step is keras.Model.train_step and not model.jit_compile
 
     @functools.wraps(train)
     def run(*args: Any) -> Any:
         if link.in_place:
-            return train(*args)
+            with link.overlapping() if plain else nullcontext():
+                return train(*args)
         before = [np.array(value) for value in _weights(model, args[0])]
         result = train(*args)
         after = _weights(model, result[-1] if jax else None) if not link.in_place else []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -18,6 +19,7 @@ from hvdp._core.compression import Compressor, NoCompressor
 from hvdp._core.ops import Adasum
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
+from hvdp.errors import HvdpError
 from hvdp.gradients import ArrayReducer
 from hvdp.keras._backend import backend
 from hvdp.optimizer import Policy
@@ -35,6 +37,14 @@ def key_of(variable: Any) -> int:
     return id(variable)
 
 
+class _HandedOver(NamedTuple):
+    """A gradient as backward left it, and as it travels."""
+
+    gradient: Any
+    sent: Any
+    context: Any
+
+
 @dataclass
 class Link:
     """Between an optimizer and the other ranks.
@@ -45,6 +55,7 @@ class Link:
             of ranks if `scale_local`.
         mean_of_passes: divide gradients by the number of accumulated passes.
         in_place: whether a reduction has been made or is part of the traced program.
+        overlaps: whether gradients that backward is done with come to `apply` as they are.
     """
 
     policy: Policy
@@ -56,10 +67,13 @@ class Link:
     scale_local: bool = True
     mean_of_passes: bool = False
     in_place: bool = False
+    overlaps: bool = False
     inside: bool = False
     weight: float = 1.0
     reducer: ArrayReducer | None = None
     _serial: int = -1
+    _shared: Sequence[Any] = ()
+    _early: dict[int, _HandedOver] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reduced = backend().untraced(self.reduced)  # type: ignore[method-assign]
@@ -73,6 +87,18 @@ class Link:
             yield
         finally:
             self.inside = False
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Around a training step that only differentiates and applies: reduce while it differentiates."""
+        if self._early and self.reducer is not None:
+            self._early.clear()  # of a step that failed
+            self.reducer.drop()
+        self.overlaps = True
+        try:
+            yield
+        finally:
+            self.overlaps = False
 
     def step(self, optimizer: Any, gradients: Sequence[Any], variables: Any, apply: Apply) -> None:
         """Reduce and apply."""
@@ -115,13 +141,15 @@ class Link:
         place_of = {key_of(variable): place for place, variable in enumerate(everything)}
         if self.reducer is None:
             self.reducer = self._made(everything, place_of)
+            self._watch(everything)
         sent: list[Any] = [None] * len(everything)
         contexts: dict[int, Any] = {}
         for index in shared:
             if results[index] is not None:
                 place = place_of[key_of(variables[index])]
-                sent[place], contexts[place] = self._to_send(results[index], variables[index])
-        found, done = backend().reduce(self.reducer, sent)
+                sent[place], contexts[place] = self._sent(place, results[index], variables[index])
+        found, done = backend().reduce(self.reducer, sent, self._early.keys())
+        self._early.clear()
         if found is None:
             return None, done
         for index in shared:
@@ -184,6 +212,38 @@ class Link:
         # Keras counts layers up, and a rank may have made others before.
         name = re.sub(r"_\d+(?=/|$)", "", getattr(variable, "path", variable.name))
         return ParameterSpec(name, tuple(variable.shape), dtype, dtype_named(dtype).itemsize)
+
+    def _watch(self, variables: Sequence[Any]) -> None:
+        """Have gradients handed over as soon as backward is done with them, where the backend can tell."""
+        self._shared = variables
+        this = weakref.ref(self)  # the variables outlive it
+
+        def watched(place: int) -> Callable[[Any], None]:
+            def hand_over(gradient: Any) -> None:
+                link = this()
+                if link is not None and link.overlaps:
+                    link._hand_over(place, gradient)
+
+            return hand_over
+
+        for place, variable in enumerate(variables):
+            backend().when_ready(variable, watched(place))
+
+    def _hand_over(self, place: int, gradient: Any) -> None:
+        assert self.reducer is not None
+        self._early[place] = early = _HandedOver(gradient, *self._to_send(gradient, self._shared[place]))
+        backend().give(self.reducer, place, early.sent)
+
+    def _sent(self, place: int, gradient: Any, variable: Any) -> tuple[Any, Any]:
+        early = self._early.get(place)
+        if early is None:
+            return self._to_send(gradient, variable)
+        if early.gradient is not gradient:
+            raise HvdpError(
+                f"the gradient of {variable.path!r} was changed between backward and apply() in Keras's own "
+                "training step, and its reduction had begun: change it in a train_step() of the model's own."
+            )
+        return early.sent, early.context
 
     def _to_send(self, gradient: Any, variable: Any) -> tuple[Any, Any]:
         if self.sparse_as_dense and backend().is_sparse(gradient):

@@ -25,7 +25,7 @@ from hvdp.torch.arguments import Groups, NamedParameters, grouped, named
 from hvdp.torch.closures import with_all_ranks
 from hvdp.torch.consistency import DriftWatch
 from hvdp.torch.gradients import TorchGradients
-from hvdp.torch.passes import PassWatch
+from hvdp.torch.passes import PassWatch, hook_on
 from hvdp.torch.rates import rate_scaler, scale_with_schedulers
 from hvdp.torch.steps import outermost
 
@@ -138,9 +138,9 @@ class _Distributed(torch.optim.Optimizer):
         hooks = []
         if self._delta is None:
             watch = PassWatch(self._reducer)
-            hooks = [_hook(p, _REDUCE, watch.hook(i)) for i, p in enumerate(store.parameters)]
+            hooks = [hook_on(p, watch.hook(i)) for i, p in enumerate(store.parameters)]
             if not self._reducer.policy.repeatable:
-                hooks += [_hook(p, _BEFORE, _zeroes(store, i)) for i, p in enumerate(store.parameters)]
+                hooks += [hook_on(p, _zeroes(store, i), before=True) for i, p in enumerate(store.parameters)]
         # The parameters outlive the optimizer: without it nothing must be reduced any more.
         self._detach = weakref.finalize(self, _remove, hooks)
         self._detach.atexit = False
@@ -271,25 +271,8 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     optimizer._reducer.after_step()
 
 
-_REDUCE = "register_post_accumulate_grad_hook"
-_BEFORE = "register_hook"
-
-
 def _zeroes(store: TorchGradients, index: int) -> Callable[[torch.Tensor], None]:
     return lambda _: store.forget_zeroed(index)
-
-
-def _hook(parameter: torch.Tensor, register: str, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Register also on a parameter that is frozen now and may be unfrozen later."""
-    frozen = not parameter.requires_grad
-    if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
-        return None  # integers never have a gradient
-    if frozen:
-        parameter.requires_grad_(True)
-    handle = getattr(parameter, register)(hook)
-    if frozen:
-        parameter.requires_grad_(False)
-    return handle
 
 
 def _remove(hooks: list[Any]) -> None:

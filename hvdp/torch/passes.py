@@ -9,7 +9,7 @@ import torch
 
 from hvdp.optimizer import GradientReducer
 
-__all__ = ["PassWatch"]
+__all__ = ["PassWatch", "hook_on"]
 
 
 class PassWatch:
@@ -55,3 +55,16 @@ class PassWatch:
             self._watch()
 
         handle = following.register_prehook(reached)
+
+
+def hook_on(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], before: bool = False) -> Any:
+    """Have `hook` called after, or before, backward adds to the gradient, if only once it is unfrozen."""
+    frozen = not parameter.requires_grad
+    if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
+        return None  # integers never have a gradient
+    if frozen:
+        parameter.requires_grad_(True)
+    handle = getattr(parameter, "register_hook" if before else "register_post_accumulate_grad_hook")(hook)
+    if frozen:
+        parameter.requires_grad_(False)
+    return handle

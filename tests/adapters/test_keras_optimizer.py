@@ -220,3 +220,66 @@ def _compiled_by_torch() -> None:
 def test_torch_compile_leaves_the_reduction_out_of_its_graphs() -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     run_ranks(_compiled_by_torch, 2, env={**QUIET, "KERAS_BACKEND": "torch"}, timeout=200)
+
+
+def _reduced_during_backward() -> None:
+    import keras
+    import numpy as np
+
+    import hvdp.keras as hvd
+
+    hvd.init()
+    mean = (hvd.size() + 1) / 2
+    x = np.full((4, 2), hvd.rank() + 1.0, "float32")
+
+    class Own(keras.Sequential):
+        def train_step(self, *args: Any) -> Any:
+            return super().train_step(*args)
+
+    class Look:
+        """At the buckets, when the gradient of the first layer, the last to be ready, is about to be."""
+
+        reducer: Any = None
+        fails = False
+
+        def __init__(self) -> None:
+            self.seen: list[bool] = []
+
+        def __call__(self, gradient: Any) -> None:
+            if self.fails:
+                raise RuntimeError("in backward")
+            if self.reducer is not None:
+                self.seen.append(any(bucket.handle is not None for bucket in self.reducer._buckets))
+
+    for made, passes, overlaps in ((keras.Sequential, 1, True), (keras.Sequential, 2, True), (Own, 1, False)):
+        first = keras.layers.Dense(2, use_bias=False, kernel_initializer="identity")
+        last = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        model = made([keras.layers.Input((2,)), first, last])
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), backward_passes_per_step=passes, compression=hvd.Compression.bf16
+        )
+        model.compile(optimizer, lambda y, prediction: keras.ops.sum(prediction, axis=-1))
+        look = Look()
+        first.kernel.value.register_hook(look)
+        inputs, w1, w2 = np.full((1, 2), mean), np.eye(2), np.ones((2, 1))
+        for step in range(3):
+            if step == 2:
+                look.fails = True
+                with pytest.raises(RuntimeError, match="in backward"):
+                    model.train_on_batch(x, x[:, :1])
+                look.fails = False
+            for _ in range(passes):
+                model.train_on_batch(x, x[:, :1])
+            look.reducer = optimizer.__dict__["_hvdp"].reducer.reducer
+            # The loss is the mean of x @ w1 @ w2.
+            w1, w2 = w1 - passes * inputs.T @ w2.T, w2 - passes * (inputs @ w1).T
+            np.testing.assert_allclose(first.get_weights()[0], w1)
+            np.testing.assert_allclose(last.get_weights()[0], w2)
+        assert len(look.reducer._buckets) == 2
+        assert look.seen == [overlaps and turn % passes == passes - 1 for turn in range(2 * passes)]
+
+
+def test_torch_reduces_while_backward_goes_on() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    env = {**QUIET, "KERAS_BACKEND": "torch", "HVDP_FUSION_THRESHOLD": "1"}
+    run_ranks(_reduced_during_backward, 2, env=env, timeout=100)
