@@ -300,6 +300,8 @@ class Reductions(OnTensors[T]):
 
 def _compressed(compression: Compressor, tensor: Any) -> tuple[Any, Any]:
     """What the compressor makes of the tensor; an exception in its place is told to every rank."""
+    if isinstance(tensor, Exception):
+        return tensor, None
     try:
         small, context = compression.compress(tensor)
     except Exception as error:  # noqa: BLE001 - users write their own

@@ -57,6 +57,8 @@ class _TensorFlow:
         return device_of(self._value(tensor))
 
     def with_gradient(self, forward: Map[Any], backward: Map[Any], tensors: list[Any]) -> list[Any]:
+        if any(isinstance(tensor, Exception) for tensor in tensors):
+            return forward(tensors)
         symbolic = is_symbolic(tensors)
 
         def run(*values: Any) -> Any:
@@ -131,10 +133,8 @@ def allreduce(
         op: Average (default), Sum, Min, Max, Product or Adasum.
     """
     if isinstance(tensor, tf.IndexedSlices):
-        return _gathered_slices(
-            tensor, ReduceOp.resolve(average, op), prescale_factor * postscale_factor, name, process_set
-        )
-    tensor = tf.convert_to_tensor(tensor)
+        return _gathered_slices(tensor, average, op, prescale_factor * postscale_factor, name, process_set)
+    tensor = _tensor(tensor)
     result = collectives.allreduce(
         tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set
     )
@@ -157,7 +157,7 @@ def grouped_allreduce(
 ) -> list[Any]:
     """`allreduce` of several tensors at once; IndexedSlices one by one."""
     results: list[Any] = [None] * len(tensors)
-    dense = {i: tf.convert_to_tensor(t) for i, t in enumerate(tensors) if not isinstance(t, tf.IndexedSlices)}
+    dense = {i: _tensor(t) for i, t in enumerate(tensors) if not isinstance(t, tf.IndexedSlices)}
     if dense:
         reduced = collectives.grouped_allreduce(
             list(dense.values()),
@@ -175,9 +175,7 @@ def grouped_allreduce(
         if index not in dense:
             factor = prescale_factor * postscale_factor
             label = f"{name}.{index}" if name else None
-            results[index] = _gathered_slices(
-                slices, ReduceOp.resolve(average, op), factor, label, process_set
-            )
+            results[index] = _gathered_slices(slices, average, op, factor, label, process_set)
     return results
 
 
@@ -194,7 +192,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce over the members, and return this member's rows of the result."""
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = _tensor(tensor)
     result = collectives.reducescatter(
         tensor, name, compression, op, process_set, prescale_factor, postscale_factor
     )
@@ -213,7 +211,7 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """`reducescatter` of several tensors at once."""
-    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    tensors = [_tensor(tensor) for tensor in tensors]
     results = collectives.grouped_reducescatter(
         tensors, name, compression, op, process_set, prescale_factor, postscale_factor
     )
@@ -228,7 +226,7 @@ def allgather(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """All members' tensors joined along the first dimension, which may differ between ranks."""
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = _tensor(tensor)
     return _any_rows(collectives.allgather(tensor, name, process_set), tensor)
 
 
@@ -240,7 +238,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """`allgather` of several tensors at once."""
-    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    tensors = [_tensor(tensor) for tensor in tensors]
     results = collectives.grouped_allgather(tensors, name, process_set)
     return [_any_rows(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
 
@@ -254,7 +252,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """The values of `root_rank`, a global rank, in a new tensor."""
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = _tensor(tensor)
     return tf.ensure_shape(collectives.broadcast(tensor, root_rank, name, process_set), tensor.shape)
 
 
@@ -272,9 +270,11 @@ def alltoall(
         The received rows; where `splits` is given, a pair of them and an int64 tensor of how
         many came from each member.
     """
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = _tensor(tensor)
     given = splits is not None
-    counts = tf.cast(splits, tf.int64) if given else tf.zeros([0], tf.int64)
+    counts = _tensor(splits) if given else tf.zeros([0], tf.int64)
+    if isinstance(tensor, Exception) or isinstance(counts, Exception):
+        return collectives.alltoall_async(tensor, splits, name, process_set).wait()
     symbolic = is_symbolic([tensor, counts])
 
     def exchange(rows: Any, wanted: Any, label: str | None) -> list[Any]:
@@ -303,6 +303,18 @@ def alltoall(
     return (rows, tf.ensure_shape(received, [process_set.size()])) if given else rows
 
 
+def _tensor(value: Any) -> Any:
+    """What a collective is called with as a tensor; eagerly, why it is none, which every rank is told."""
+    try:
+        if isinstance(value, Exception):
+            raise value
+        return tf.convert_to_tensor(value)
+    except Exception as error:
+        if not tf.executing_eagerly():
+            raise
+        return error
+
+
 def _any_rows(result: Any, tensor: Any) -> Any:
     """The static shape of a result whose number of rows is not that of `tensor`."""
     if tensor.shape.rank is None:
@@ -311,18 +323,30 @@ def _any_rows(result: Any, tensor: Any) -> Any:
 
 
 def _gathered_slices(
-    slices: Any, op: ReduceOp, factor: float, name: str | None, process_set: ProcessSet
+    slices: Any,
+    average: bool | None,
+    op: int | None,
+    factor: float,
+    name: str | None,
+    process_set: ProcessSet,
 ) -> Any:
-    if op not in (Average, Sum):
-        raise InvalidArgumentError(f"IndexedSlices can be reduced by Average and Sum. Received: op {op.name}")
-    values = allgather(slices.values, None if name is None else f"{name}.values", process_set=process_set)
+    values = slices.values
+    try:
+        resolved = ReduceOp.resolve(average, op)
+        if resolved not in (Average, Sum):
+            raise InvalidArgumentError(
+                f"IndexedSlices can be reduced by Average and Sum. Received: op {resolved.name}"
+            )
+    except InvalidArgumentError as error:
+        values = error
+    values = allgather(values, None if name is None else f"{name}.values", process_set=process_set)
     # Of no rows: nothing travels, but the ranks compare the shape. And ranks that have joined do not count.
     shape = [0] if slices.dense_shape is None else tf.concat([[0], tf.cast(slices.dense_shape, tf.int32)], 0)
     entries = [slices.indices, tf.zeros(shape, tf.uint8), tf.ones([1], tf.int64)]
     indices, _, ranks = collectives.grouped_allgather(
         entries, None if name is None else f"{name}.entries", process_set
     )
-    if op is Average or factor != 1.0:
-        count = tf.cast(tf.reduce_sum(ranks), tf.float64) if op is Average else 1.0
+    if resolved is Average or factor != 1.0:
+        count = tf.cast(tf.reduce_sum(ranks), tf.float64) if resolved is Average else 1.0
         values = values * tf.cast(factor / count, values.dtype)
     return tf.IndexedSlices(values, _any_rows(indices, slices.indices), slices.dense_shape)

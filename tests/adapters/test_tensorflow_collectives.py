@@ -146,6 +146,26 @@ def _cases() -> None:
         hvd.allreduce(tf.zeros([rank + 1]), name="different")
     with pytest.raises(tf.errors.OpError, match="MismatchError"):
         function(lambda x: hvd.allreduce(x, name="different"))(tf.zeros([rank + 1]))
+    good, bad = tf.ones([2]), [[1.0], [2.0, 3.0]]
+    x = bad if rank == 0 else good
+    fp16 = hvd.Compression.fp16
+    for call, told in [
+        (lambda: hvd.allreduce(x), "non-rectangular"),
+        (lambda: hvd.allreduce(x, compression=fp16), "non-rectangular"),
+        (lambda: hvd.grouped_allreduce([good, x]), "non-rectangular"),
+        (lambda: hvd.reducescatter(x), "non-rectangular"),
+        (lambda: hvd.grouped_reducescatter([good, x]), "non-rectangular"),
+        (lambda: hvd.allgather(x), "non-rectangular"),
+        (lambda: hvd.grouped_allgather([good, x]), "non-rectangular"),
+        (lambda: hvd.broadcast(x, 0), "non-rectangular"),
+        (lambda: hvd.alltoall(x), "non-rectangular"),
+        (lambda: hvd.alltoall(tf.ones([size]), x if rank == 0 else [1] * size), "splits"),
+        (lambda: hvd.alltoall(tf.ones([size]), [1.0 if rank == 0 else 1] * size), "splits"),
+        (lambda: hvd.allreduce(slices, op=hvd.Min if rank == 0 else hvd.Sum), "IndexedSlices"),
+        (lambda: hvd.allreduce(slices, op=99 if rank == 0 else hvd.Sum), "99"),
+    ]:
+        with pytest.raises(ValueError, match=f"(?s)rank 0.*{told}|{told}.*rank 0"):
+            call()
     same(hvd.allreduce(tf.constant(1.0)), 1)
     if rank < size - 1:  # The last rank has joined, and does not count.
         dense = tf.convert_to_tensor(hvd.allreduce(slices))
