@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvdp._core.arrays import Array
 from hvdp._core.compression import Compressor
@@ -31,7 +30,7 @@ def allreduce(
 ) -> Array:
     """Reduce over all ranks into a new array; `op` goes before `average`."""
     return collectives.allreduce(
-        as_numpy(value),
+        _given(value),
         average if op is None else None,
         name,
         _for_arrays(compression),
@@ -43,17 +42,17 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> Array:
     """All ranks' values joined along the first dimension, which may differ between ranks."""
-    return collectives.allgather(as_numpy(value), name)
+    return collectives.allgather(_given(value), name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Array:
     """The values of `root_rank` in a new array."""
-    return collectives.broadcast(as_numpy(value), root_rank, name)
+    return collectives.broadcast(_given(value), root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Array:
     """Reduce over all ranks, and return this rank's rows of the result."""
-    return collectives.reducescatter(as_numpy(value), name, op=op)
+    return collectives.reducescatter(_given(value), name, op=op)
 
 
 def load_model(
@@ -79,12 +78,11 @@ def load_model(
     return model
 
 
-def as_numpy(value: Any) -> Array:
-    """An array of a backend's tensor, a Keras variable, or what NumPy makes arrays of."""
+def _given(value: Any) -> Any:
+    """An array of a tensor or variable; anything else as it is, which may be refused on every rank."""
     if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
-        array: Array = keras.ops.convert_to_numpy(value)
-        return array
-    return np.asarray(value)
+        return keras.ops.convert_to_numpy(value)
+    return value
 
 
 def _for_arrays(compression: Compressor) -> Compressor:

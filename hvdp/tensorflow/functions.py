@@ -8,6 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvdp import collectives as generic
+from hvdp._core.agreement import check_same_parameters
+from hvdp._core.buckets import ParameterSpec
 from hvdp._core.runtime import runtime
 from hvdp.basics import local_rank, local_size, rank
 from hvdp.process_sets import ProcessSet, global_process_set
@@ -38,11 +40,18 @@ def broadcast_(
     """Assign rank `root_rank`'s values to variables, matched by their order; they are returned.
 
     TensorFlow's or Keras's variables, eager or in a graph.
+
+    Raises:
+        MismatchError: the ranks' numbers of variables, shapes or dtypes differ; on every rank.
     """
     raw = [getattr(variable, "value", variable) for variable in variables]
     raw = [given if callable(value) else value for given, value in zip(variables, raw, strict=True)]
 
     def values(*tensors: Any) -> list[Any]:
+        specs = [
+            ParameterSpec(f"variable.{i}", tuple(t.shape), t.dtype.name, 0) for i, t in enumerate(tensors)
+        ]
+        check_same_parameters("broadcast_variables", specs, process_set=process_set.number())
         handles = [
             collectives.broadcast_async(tensor, root_rank, f"{name}.{index}" if name else None, process_set)
             for index, tensor in enumerate(tensors)

@@ -182,6 +182,9 @@ def _cases(folder: str) -> None:
     variable = keras.Variable(np.zeros(3 + rank, "float32"), name="odd")
     with pytest.raises(hvd.MismatchError, match="odd"):
         hvd.DistributedOptimizer(keras.optimizers.SGD()).apply([variable.value * 0], [variable])
+    for call in (hvd.allreduce, hvd.allgather, lambda value: hvd.broadcast(value, 0), hvd.reducescatter):
+        with pytest.raises(ValueError, match=r"rank 0.*inhomogeneous"):
+            call([[1.0], [2.0, 3.0]] if rank == 0 else np.ones(size))
     np.testing.assert_allclose(hvd.allreduce(1.0), 1)
     np.testing.assert_allclose(hvd.allgather(keras.ops.ones((rank + 1, 2))), np.ones((int(ranks.sum()), 2)))
 

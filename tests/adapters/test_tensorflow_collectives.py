@@ -166,6 +166,8 @@ def _cases() -> None:
     ]:
         with pytest.raises(ValueError, match=f"(?s)rank 0.*{told}|{told}.*rank 0"):
             call()
+    with pytest.raises(hvd.MismatchError, match="missing on rank"):
+        hvd.broadcast_variables([a, b] if rank == 0 else [a], root_rank=0)
     same(hvd.allreduce(tf.constant(1.0)), 1)
     if rank < size - 1:  # The last rank has joined, and does not count.
         dense = tf.convert_to_tensor(hvd.allreduce(slices))
