@@ -126,18 +126,26 @@ class Accuracy(_Ratio):
         process_set: the ranks whose samples count; only they call `compute`.
         threshold: for two classes, where a prediction is one number a sample: the class is 1
             above it. 0.5 for probabilities, 0.0 for logits.
+        class_dim: the dimension of scores that counts classes; 1 for what torch's
+            CrossEntropyLoss takes: (samples, classes, positions).
     """
 
-    def __init__(self, process_set: ProcessSet = global_process_set, threshold: float | None = None) -> None:
+    def __init__(
+        self,
+        process_set: ProcessSet = global_process_set,
+        threshold: float | None = None,
+        class_dim: int = -1,
+    ) -> None:
         super().__init__(process_set)
         self._threshold = threshold
+        self._class_dim = class_dim
 
     def update(self, predictions: Any, targets: Any, weight: Any = 1.0) -> None:
         """Compare predictions with targets.
 
         Args:
-            predictions: class numbers as `targets`, or with one more dimension, the last, of
-                scores for each class. With a threshold one score a sample, shaped as `targets`
+            predictions: class numbers as `targets`, or with one more dimension, `class_dim`,
+                of scores for each class. With a threshold one score a sample, shaped as `targets`
                 or with one more dimension of 1.
             targets: class numbers.
             weight: one number or one a sample, 0 or false for padding.
@@ -157,7 +165,13 @@ class Accuracy(_Ratio):
                 f"for probabilities, 0.0 for logits. Received: {found.shape} for targets of {wanted.shape}"
             )
         elif scores:
-            found = found.argmax(axis=-1).astype(np.float64)
+            found = found.argmax(axis=self._class_dim).astype(np.float64)
+            if found.shape != wanted.shape:
+                raise InvalidArgumentError(
+                    f"Accuracy takes dimension {self._class_dim} of the scores for their classes; "
+                    "class_dim=1 is for scores as torch's CrossEntropyLoss takes them. "
+                    f"Received: scores of {np.shape(predictions)} for targets of {wanted.shape}"
+                )
         self._add(_alike("Accuracy", found, wanted)[0] == wanted, weight)
 
 

@@ -50,6 +50,10 @@ def test_sums_accuracy_and_squares() -> None:
     assert accuracy.compute() == 2 / 3
     accuracy.update(np.eye(3), [0, 1, 0], weight=[1, 1, 0])
     assert accuracy.compute() == 4 / 5
+    positions = metrics.Accuracy(class_dim=1)  # two samples, three classes, four positions
+    wanted = np.array([[0, 1, 2, 0], [2, 2, 1, 0]])
+    positions.update(np.moveaxis(np.eye(3)[wanted], -1, 1), wanted * (wanted < 2))
+    assert positions.compute() == 5 / 8
     squares.update([1.0, 2.0], [0.0, 4.0])
     assert squares.compute() == 2.5
 
@@ -62,3 +66,5 @@ def test_shapes_must_fit() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match="Received"):
             update()
+    with pytest.raises(InvalidArgumentError, match=r"class_dim=1.*\(2, 3, 4\) for targets of \(2, 4\)"):
+        metrics.Accuracy().update(np.zeros((2, 3, 4)), np.zeros((2, 4)))
