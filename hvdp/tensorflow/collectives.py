@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvdp._core.arrays import Array
-from hvdp._core.compression import CastCompressor, Compressor
+from hvdp._core.compression import Compressor
 from hvdp._core.ops import Average, ReduceOp, Sum
-from hvdp.collectives import Collectives, Map, no_compression
+from hvdp.collectives import no_compression
 from hvdp.errors import InvalidArgumentError
 from hvdp.process_sets import ProcessSet, global_process_set
-from hvdp.tensorflow._graph import OPERATION, as_array, as_written, device_of, in_order, is_symbolic
+from hvdp.tensorflow._graph import OPERATION, as_written, in_order, is_symbolic
+from hvdp.tensorflow._tensors import Compression, as_tensor, collectives
 
 __all__ = [
     "Compression",
@@ -28,86 +27,6 @@ __all__ = [
     "grouped_reducescatter",
     "reducescatter",
 ]
-
-
-class _TensorFlow:
-    """Eager tensors; a graph's tensors stand for the values that they have in the call under way."""
-
-    def __init__(self) -> None:
-        self._call = threading.local()
-
-    def copied(self, tensor: Any) -> Array:
-        return as_array(self._value(tensor), copy=True)
-
-    def shared(self, tensor: Any) -> Array:
-        return as_array(self._value(tensor))
-
-    def writable(self, tensor: Any) -> Array:
-        raise InvalidArgumentError(
-            "TensorFlow's tensors cannot be written; use the form that returns a new one"
-        )
-
-    def made(self, array: Array, like: Any) -> Any:
-        return tf.constant(array)
-
-    def written(self, tensor: Any, array: Array) -> Any:
-        raise AssertionError("nothing is writable")
-
-    def device(self, tensor: Any) -> str:
-        return device_of(self._value(tensor))
-
-    def with_gradient(self, forward: Map[Any], backward: Map[Any], tensors: list[Any]) -> list[Any]:
-        if any(isinstance(tensor, Exception) for tensor in tensors):
-            return forward(tensors)
-        symbolic = is_symbolic(tensors)
-
-        def run(*values: Any) -> Any:
-            if symbolic:
-                results = self._in_graph(lambda *now: forward(list(now)), values, [v.dtype for v in values])
-            else:
-                results = forward(list(values))
-
-            def gradient(*gradients: Any) -> Any:
-                gradients = tuple(tf.convert_to_tensor(gradient) for gradient in gradients)
-                if not symbolic and not is_symbolic(gradients):
-                    return backward(list(gradients))
-
-                def call(*now: Any) -> Any:
-                    count = len(tensors)
-                    self._call.values = {id(t): v for t, v in zip(tensors, now[:count], strict=True)}
-                    try:
-                        return backward(list(now[count:]))
-                    finally:
-                        self._call.values = {}
-
-                found = self._in_graph(call, (*values, *gradients), [v.dtype for v in values])
-                return [tf.ensure_shape(f, v.shape) for f, v in zip(found, values, strict=True)]
-
-            return results, gradient
-
-        return list(tf.custom_gradient(run)(*tensors))
-
-    def _value(self, tensor: Any) -> Any:
-        return getattr(self._call, "values", {}).get(id(tensor), tensor)
-
-    @staticmethod
-    def _in_graph(function: Any, values: Sequence[Any], dtypes: list[Any]) -> list[Any]:
-        return list(in_order(lambda: tf.py_function(function, values, dtypes, name=OPERATION)))
-
-
-def _floating(tensor: Any) -> bool:
-    return bool(tensor.dtype.is_floating)
-
-
-class Compression:
-    """What `compression=` takes: float32 and float64 may travel as 16-bit floats."""
-
-    none = no_compression
-    fp16 = CastCompressor(tf.float16, _floating, tf.cast)
-    bf16 = CastCompressor(tf.bfloat16, _floating, tf.cast)
-
-
-collectives: Collectives[Any] = Collectives(_TensorFlow())
 
 
 @as_written
@@ -134,7 +53,7 @@ def allreduce(
     """
     if isinstance(tensor, tf.IndexedSlices):
         return _gathered_slices(tensor, average, op, prescale_factor * postscale_factor, name, process_set)
-    tensor = _tensor(tensor)
+    tensor = as_tensor(tensor)
     result = collectives.allreduce(
         tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set
     )
@@ -157,7 +76,7 @@ def grouped_allreduce(
 ) -> list[Any]:
     """`allreduce` of several tensors at once; IndexedSlices one by one."""
     results: list[Any] = [None] * len(tensors)
-    dense = {i: _tensor(t) for i, t in enumerate(tensors) if not isinstance(t, tf.IndexedSlices)}
+    dense = {i: as_tensor(t) for i, t in enumerate(tensors) if not isinstance(t, tf.IndexedSlices)}
     if dense:
         reduced = collectives.grouped_allreduce(
             list(dense.values()),
@@ -192,7 +111,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce over the members, and return this member's rows of the result."""
-    tensor = _tensor(tensor)
+    tensor = as_tensor(tensor)
     result = collectives.reducescatter(
         tensor, name, compression, op, process_set, prescale_factor, postscale_factor
     )
@@ -211,7 +130,7 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """`reducescatter` of several tensors at once."""
-    tensors = [_tensor(tensor) for tensor in tensors]
+    tensors = [as_tensor(tensor) for tensor in tensors]
     results = collectives.grouped_reducescatter(
         tensors, name, compression, op, process_set, prescale_factor, postscale_factor
     )
@@ -226,7 +145,7 @@ def allgather(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """All members' tensors joined along the first dimension, which may differ between ranks."""
-    tensor = _tensor(tensor)
+    tensor = as_tensor(tensor)
     return _any_rows(collectives.allgather(tensor, name, process_set), tensor)
 
 
@@ -238,7 +157,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """`allgather` of several tensors at once."""
-    tensors = [_tensor(tensor) for tensor in tensors]
+    tensors = [as_tensor(tensor) for tensor in tensors]
     results = collectives.grouped_allgather(tensors, name, process_set)
     return [_any_rows(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
 
@@ -252,7 +171,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """The values of `root_rank`, a global rank, in a new tensor."""
-    tensor = _tensor(tensor)
+    tensor = as_tensor(tensor)
     return tf.ensure_shape(collectives.broadcast(tensor, root_rank, name, process_set), tensor.shape)
 
 
@@ -270,9 +189,9 @@ def alltoall(
         The received rows; where `splits` is given, a pair of them and an int64 tensor of how
         many came from each member.
     """
-    tensor = _tensor(tensor)
+    tensor = as_tensor(tensor)
     given = splits is not None
-    counts = _tensor(splits) if given else tf.zeros([0], tf.int64)
+    counts = as_tensor(splits) if given else tf.zeros([0], tf.int64)
     if isinstance(tensor, Exception) or isinstance(counts, Exception):
         return collectives.alltoall_async(tensor, splits, name, process_set).wait()
     symbolic = is_symbolic([tensor, counts])
@@ -301,18 +220,6 @@ def alltoall(
     rows, received = run(tensor)
     rows = _any_rows(rows, tensor)
     return (rows, tf.ensure_shape(received, [process_set.size()])) if given else rows
-
-
-def _tensor(value: Any) -> Any:
-    """What a collective is called with as a tensor; eagerly, why it is none, which every rank is told."""
-    try:
-        if isinstance(value, Exception):
-            raise value
-        return tf.convert_to_tensor(value)
-    except Exception as error:
-        if not tf.executing_eagerly():
-            raise
-        return error
 
 
 def _any_rows(result: Any, tensor: Any) -> Any:
