@@ -9,43 +9,20 @@ frameworks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from hvdp._core import sparse
 from hvdp._core.agreement import check_same_parameters
-from hvdp._core.arrays import Array, dtype_named
-from hvdp._core.buckets import BucketPlan, ParameterSpec, Slot, plan
+from hvdp._core.bucketing import Bucket, Bucketing
+from hvdp._core.buckets import ParameterSpec
 from hvdp._core.handles import Handle
-from hvdp._core.objects import allgather_object
-from hvdp._core.operations import Allocate, ReduceBucket
-from hvdp._core.ops import Kind, Signature
 from hvdp._core.policy import Policy
 from hvdp._core.runtime import runtime
 from hvdp._core.store import GradientStore
 from hvdp._core.submit import Options
 from hvdp.errors import HvdpError, InvalidArgumentError
-from hvdp.transports.base import Buffer
 
 __all__ = ["GradientReducer", "GradientStore", "Policy"]
-
-
-_MOST_TRIMS = 16  # some milliseconds each, in the first window only
-
-
-@dataclass
-class _Bucket:
-    plan: BucketPlan
-    name: str
-    buffer: Buffer
-    marks: Array
-    waiting: set[int] = field(default_factory=set)
-    handle: Handle | None = None
-
-    def rearm(self) -> None:
-        self.handle = None
-        self.waiting = {slot.parameter for slot in self.plan.slots}
 
 
 class GradientReducer:
@@ -96,13 +73,7 @@ class GradientReducer:
         self._reductions = 0
 
     def _forget_buckets(self) -> None:
-        self._order: dict[int, None] = {}
-        self._planned = False
-        self._buckets: list[_Bucket] = []
-        self._outside = list(range(len(self._specs)))
-        self._bucket_of: dict[int, _Bucket] = {}
-        self._sparse: dict[int, int] = {}
-        self._incomplete_until = -1
+        self._bucketing = Bucketing(self.name, self._store, self._specs, self.policy)
         self._launching = False
 
     def ready(self, index: int) -> None:
@@ -114,9 +85,9 @@ class GradientReducer:
         """
         self._plan_again_after_join()
         self._refuse_to_reduce_again([index])
-        bucket = self._bucket_of.get(index)
+        bucket = self._bucketing.of(index)
         if bucket is None:
-            self._order[index] = None
+            self._bucketing.note(index)
             return
         if bucket.handle is not None and index not in bucket.waiting:
             raise InvalidArgumentError(
@@ -140,9 +111,9 @@ class GradientReducer:
         Returns:
             The parameters in each bucket; those with sparse gradients are in none.
         """
-        if not self._planned:
-            self._add_buckets()
-        return [tuple(slot.parameter for slot in bucket.plan.slots) for bucket in self._buckets]
+        if not self._bucketing.planned:
+            self._bucketing.add()
+        return [tuple(slot.parameter for slot in bucket.plan.slots) for bucket in self._bucketing.buckets]
 
     def end_pass(self) -> None:
         """A backward pass has ended; the last one of a window returns with reduced gradients."""
@@ -199,22 +170,23 @@ class GradientReducer:
         self._passes = 0
         self._reductions += 1
         self._plan_again_after_join()
-        if not self._planned:
-            self._add_buckets()
-        if self._reduce(self._buckets, self._sparse):
-            known = set(self._sparse)
-            added = self._add_buckets()
-            self._reduce(added, [index for index in self._sparse if index not in known])
+        bucketing = self._bucketing
+        if not bucketing.planned:
+            bucketing.add()
+        if self._reduce(bucketing.buckets, bucketing.sparse):
+            known = set(bucketing.sparse)
+            added = bucketing.add()
+            self._reduce(added, [index for index in bucketing.sparse if index not in known])
         self._launching = False
 
-    def _reduce(self, buckets: Sequence[_Bucket], sparse_ones: Iterable[int]) -> bool:
+    def _reduce(self, buckets: Sequence[Bucket], sparse_ones: Iterable[int]) -> bool:
         """Whether a parameter without a bucket may have a gradient, on any rank."""
         gathered = {index: self._launch_sparse(index) for index in sparse_ones}
         for bucket in buckets:
             if bucket.handle is None:
                 self._launch(bucket)
         try:
-            unfrozen = [self._finish(bucket) for bucket in buckets]
+            unfrozen = [self._bucketing.finish(bucket) for bucket in buckets]
             for index, handle in gathered.items():
                 sparse.finish(self._store, index, self.policy.op, handle)
         except HvdpError:
@@ -224,12 +196,10 @@ class GradientReducer:
 
     def _abandon(self, gathered: Iterable[Handle] = ()) -> None:
         """Let what is in flight end, however it ends, and be ready to begin anew."""
-        for handle in [*gathered, *(bucket.handle for bucket in self._buckets)]:
+        for handle in gathered:
             with contextlib.suppress(HvdpError):
-                if handle is not None:
-                    handle.wait()
-        for bucket in self._buckets:
-            bucket.rearm()
+                handle.wait()
+        self._bucketing.abandon()
         self._launching = False
 
     def _window(self) -> int:
@@ -250,100 +220,17 @@ class GradientReducer:
             )
 
     def _plan_again_after_join(self) -> None:
-        """A rank that had joined when buckets were made has none; it comes back after the join."""
-        if 0 <= self._incomplete_until < runtime.joins:
+        if self._bucketing.outdated:
             self._forget_buckets()
 
-    def _launch(self, bucket: _Bucket) -> None:
-        for mark, slot in enumerate(bucket.plan.slots):
-            bucket.marks[mark] = self._store.collect(slot.parameter)
-        signature = Signature(
-            Kind.BUCKET,
-            bucket.name,
-            self.policy.process_set,
-            dtype=bucket.plan.dtype,
-            shape=(bucket.plan.count,),
-            op=self.policy.op.name,
-            prescale_factor=1.0 / self.policy.predivide,
-            postscale_factor=self.policy.predivide,
-        )
-        unfrozen = bucket is self._buckets[0] and any(map(self._store.awaits, self._outside))
-        weight = self.weight if self.policy.weighted else None
-        operation = ReduceBucket(signature, bucket.buffer, self._window(), unfrozen, weight)
-        (bucket.handle,) = runtime.require("DistributedOptimizer").submit(operation)
+    def _launch(self, bucket: Bucket) -> None:
+        self._bucketing.launch(bucket, self._window(), self._own_weight)
 
-    def _finish(self, bucket: _Bucket) -> bool:
-        assert bucket.handle is not None
-        unfrozen = bucket.handle.wait()
-        for mark, slot in enumerate(bucket.plan.slots):
-            if bucket.marks[mark]:
-                self._store.deliver(slot.parameter)
-            else:
-                self._store.withdraw(slot.parameter)
-        bucket.rearm()
-        return bool(unfrozen)
+    @property
+    def _own_weight(self) -> float | None:
+        return self.weight if self.policy.weighted else None
 
     def _launch_sparse(self, index: int) -> Handle:
-        weight = self.weight if self.policy.weighted else None
         options = Options(f"{self.name}.sparse.{index}", self.policy.process_set)
-        return sparse.launch(self._store, index, self._sparse[index], weight, self._window(), options)
-
-    def _add_buckets(self) -> list[_Bucket]:
-        """Agree on which parameters get buckets now, in which order, and which have sparse gradients.
-
-        Parameters that are frozen on all ranks get none, as long as others have one: a rank's
-        submission for the first bucket tells the others that it has unfrozen some.
-        """
-        engine = runtime.require("DistributedOptimizer")
-        policy, store, outside = self.policy, self._store, self._outside
-        unseen = [index for index in reversed(outside) if index not in self._order]
-        views = allgather_object(
-            (
-                [*(index for index in self._order if index not in self._bucket_of), *unseen],
-                {index: store.sparse_dimensions(index) for index in outside},
-                [index for index in outside if store.awaits(index)],
-            ),
-            f"{self.name}.order",
-            policy.process_set,
-        )
-        awaited = {index for _, _, theirs in views for index in theirs}
-        dimensions = {index: max(theirs[index] for _, theirs, _ in views) for index in outside}
-        if not self._buckets and all(dimensions[index] for index in awaited):
-            awaited = set(outside)
-        self._sparse.update({index: dimensions[index] for index in sorted(awaited) if dimensions[index]})
-        self._outside = [index for index in outside if index not in awaited]
-        if self._outside or len(views) < engine.group(policy.process_set).size:
-            self._incomplete_until = runtime.joins
-        order = [index for index in views[0][0] if index in awaited and not dimensions[index]]
-        plans = plan(self._specs, order, policy.bucket_bytes, policy.groups, policy.group_count)
-        total, moved = sum(bucket_plan.nbytes for bucket_plan in plans), 0
-        added = []
-        for number, bucket_plan in enumerate(plans, len(self._buckets)):
-            name = f"{self.name}.{number}"
-            buffer = engine.run(Allocate(name, bucket_plan.nbytes, policy.process_set, engine.executor))
-            assert isinstance(buffer, Buffer)
-            memory = buffer.view(dtype_named(bucket_plan.dtype), bucket_plan.count)
-            bucket = _Bucket(bucket_plan, name, buffer, memory[bucket_plan.marks_start :])
-            bucket.rearm()
-            for slot in bucket_plan.slots:
-                self._bucket_of[slot.parameter] = bucket
-                self._bind(slot, memory)
-            added.append(bucket)
-            moved += bucket_plan.nbytes
-            if moved * _MOST_TRIMS >= total:
-                _return_freed_memory()
-                moved = 0
-        self._planned = True
-        self._buckets += added
-        return added
-
-    def _bind(self, slot: Slot, memory: Array) -> None:
-        self._store.bind(slot.parameter, memory[slot.start : slot.start + slot.count])
-        # At once, so that gradients and buckets are not both in memory for the whole model.
-        self._store.collect(slot.parameter)
-
-
-def _return_freed_memory() -> None:
-    """The C library would keep the gradients that were freed: a second copy of the model, unused."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+        dimensions = self._bucketing.sparse[index]
+        return sparse.launch(self._store, index, dimensions, self._own_weight, self._window(), options)

@@ -252,7 +252,7 @@ def _reduced_during_backward() -> None:
             if self.fails:
                 raise RuntimeError("in backward")
             if self.reducer is not None:
-                self.seen.append(any(bucket.handle is not None for bucket in self.reducer._buckets))
+                self.seen.append(any(bucket.handle is not None for bucket in self.reducer._bucketing.buckets))
 
     for made, passes, overlaps in ((keras.Sequential, 1, True), (keras.Sequential, 2, True), (Own, 1, False)):
         first = keras.layers.Dense(2, use_bias=False, kernel_initializer="identity")
@@ -278,7 +278,7 @@ def _reduced_during_backward() -> None:
             w1, w2 = w1 - passes * inputs.T @ w2.T, w2 - passes * (inputs @ w1).T
             np.testing.assert_allclose(first.get_weights()[0], w1)
             np.testing.assert_allclose(last.get_weights()[0], w2)
-        assert len(look.reducer._buckets) == 2
+        assert len(look.reducer._bucketing.buckets) == 2
         assert look.seen == [overlaps and turn % passes == passes - 1 for turn in range(2 * passes)]
 
 

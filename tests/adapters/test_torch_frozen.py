@@ -28,7 +28,7 @@ def _sgd(parameters: Any, **options: Any) -> Any:
 
 
 def _reduced_elements(optimizer: Any) -> int:
-    return sum(slot.count for bucket in optimizer._reducer._buckets for slot in bucket.plan.slots)
+    return sum(slot.count for bucket in optimizer._reducer._bucketing.buckets for slot in bucket.plan.slots)
 
 
 def unfrozen_later() -> None:
