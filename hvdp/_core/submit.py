@@ -168,10 +168,10 @@ def _engine(kind: Kind) -> Engine:
 def _signature(kind: Kind, data: Array, options: Options, **fields: Any) -> Signature:
     engine = _engine(kind)
     engine.group(options.process_set)
-    name, once = str(options.name), options.once
-    if options.name is None:
-        name, once = engine.unnamed(kind.value, options.process_set), True
-    fields = {"shape": data.shape} | fields
+    name, process_set, device, once = options
+    if name is None:
+        name, once = engine.unnamed(kind.value, process_set), True
+    fields.setdefault("shape", data.shape)
     return Signature(
-        kind, name, options.process_set, dtype_label(data.dtype), device=options.device, once=once, **fields
+        kind, str(name), process_set, dtype_label(data.dtype), device=device, once=once, **fields
     )

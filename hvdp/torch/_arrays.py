@@ -24,7 +24,8 @@ def device_of(tensor: object) -> str:
 
 def as_array(tensor: torch.Tensor) -> Array:
     """A view of a contiguous CPU tensor; the memory stays shared."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     array: Array = tensor.numpy()
@@ -54,12 +55,12 @@ def workspace(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
     return work.clone() if copy and work.data_ptr() == tensor.data_ptr() else work
 
 
-def write_back(tensor: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
-    """Copy a workspace's values into the tensor it was made of, unless it is its memory; returns it."""
-    if work.data_ptr() != tensor.data_ptr() or work.device != tensor.device:
-        with torch.no_grad():
-            tensor.copy_(work)
-    else:
+def write_back(tensor: torch.Tensor, array: Array) -> torch.Tensor:
+    """Copy values back into the tensor whose workspace the array is, unless it is its memory; returns it."""
+    if tensor.is_cpu and tensor.data_ptr() == array.__array_interface__["data"][0]:
         # Written behind autograd's back: a graph that saved the old values must notice.
         torch.autograd.graph.increment_version(tensor)
+    else:
+        with torch.no_grad():
+            tensor.copy_(as_tensor(array))
     return tensor

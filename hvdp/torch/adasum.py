@@ -63,14 +63,16 @@ class DeltaAdasum:
         changes = [
             parameter.detach() - start for parameter, start in zip(parameters, self._starts, strict=True)
         ]
-        works = [workspace(change, copy=False) for change in changes]
+        arrays = [as_array(workspace(change, copy=False)) for change in changes]
         submit.grouped(
             [
-                submit.allreduce(as_array(work), Adasum, 1.0, 1.0, options.numbered(index))
-                for index, work in enumerate(works)
+                submit.allreduce(array, Adasum, 1.0, 1.0, options.numbered(index))
+                for index, array in enumerate(arrays)
             ]
         ).wait()
         with torch.no_grad():
-            for parameter, start, change, work in zip(parameters, self._starts, changes, works, strict=True):
-                parameter.copy_(start + write_back(change, work))
+            for parameter, start, change, array in zip(
+                parameters, self._starts, changes, arrays, strict=True
+            ):
+                parameter.copy_(start + write_back(change, array))
         self._starts = []

@@ -28,7 +28,7 @@ class _Torch:
         return as_tensor(array).to(like.device)
 
     def written(self, tensor: torch.Tensor, array: Array) -> torch.Tensor:
-        return write_back(tensor, as_tensor(array))
+        return write_back(tensor, array)
 
     def device(self, tensor: torch.Tensor) -> str:
         return device_of(tensor)

@@ -111,7 +111,7 @@ def _readme_blocks(language: str) -> list[str]:
 def test_the_readme_has_two_commands_and_ci_runs_the_second() -> None:
     demo, tests = _readme_blocks("bash")
     assert demo.rstrip().endswith("horovodrun -np 2 python examples/torch_digits.py")
-    assert tests.rstrip().endswith("pytest")
+    assert tests.rstrip().endswith("pytest -n 2")
     marked = README.index("<!-- .ci/run executes this block")
     assert README.index(demo) < marked < README.index(tests)
 
