@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,12 @@ def _nothing_left_behind(_own_temporary_folder: None) -> Iterator[None]:
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    new_files = [f for f in _files() - files if not _is_anothers(f)]
+    new_files = {f for f in _files() - files if not _is_anothers(f)}
+    until = time.monotonic() + _TO_FADE
+    while new_files and time.monotonic() < until:
+        # Another job's may be without a process for a moment, when it starts or ends.
+        time.sleep(0.1)
+        new_files = {f for f in new_files if not _is_anothers(f)}
     new_sockets = sorted(_sockets() - sockets)
     assert not told, f"processes left behind: {told}"
     assert not new_files, f"files left behind: {new_files}"

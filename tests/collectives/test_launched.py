@@ -13,7 +13,9 @@ from hvdp.launch.mpiexec import find
 from hvdp.testing import run_script
 
 TESTS = Path(__file__).with_name("test_any_size.py")
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS)]
+# In a folder of its own: pytests that number theirs side by side clear away each other's.
+PYTEST = ["sh", "-c", 'exec "$0" "$@" --basetemp "$TMPDIR/pytest-$$"']
+PYTEST += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS)]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
