@@ -154,24 +154,26 @@ class Accuracy(_Ratio):
             InvalidArgumentError: shapes that do not match, or one score a sample and no threshold.
         """
         found, wanted = _numbers(predictions), _numbers(targets)
+        shape, dim = found.shape, self._class_dim
         scores = found.ndim == wanted.ndim + 1
-        single = scores and found.shape[-1] == 1
+        if scores and (
+            not -found.ndim <= dim < found.ndim or np.delete(shape, dim).tolist() != [*wanted.shape]
+        ):
+            raise InvalidArgumentError(
+                f"Accuracy takes dimension {dim} of the scores for their classes; class_dim=1 is for scores "
+                f"as torch's CrossEntropyLoss takes them. Received: {shape} for targets of {wanted.shape}"
+            )
+        single = scores and shape[dim] == 1
         if self._threshold is not None:
-            found = found[..., 0] if single else found
+            found = found.squeeze(dim) if single else found
             found = np.where(found > self._threshold, 1.0, 0.0)
         elif single or (not scores and (np.isfinite(found) & (found != np.floor(found))).any()):
             raise InvalidArgumentError(
                 "Accuracy needs a threshold where predictions are one score a sample: threshold=0.5 "
-                f"for probabilities, 0.0 for logits. Received: {found.shape} for targets of {wanted.shape}"
+                f"for probabilities, 0.0 for logits. Received: {shape} for targets of {wanted.shape}"
             )
         elif scores:
-            found = found.argmax(axis=self._class_dim).astype(np.float64)
-            if found.shape != wanted.shape:
-                raise InvalidArgumentError(
-                    f"Accuracy takes dimension {self._class_dim} of the scores for their classes; "
-                    "class_dim=1 is for scores as torch's CrossEntropyLoss takes them. "
-                    f"Received: scores of {np.shape(predictions)} for targets of {wanted.shape}"
-                )
+            found = found.argmax(axis=dim).astype(np.float64)
         self._add(_alike("Accuracy", found, wanted)[0] == wanted, weight)
 
 

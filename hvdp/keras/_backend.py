@@ -26,11 +26,16 @@ class Backend(Protocol):
     def densified(self, gradient: Any) -> Any:
         """A dense tensor of a gradient."""
 
-    def when_ready(self, variable: Any, hand_over: Callable[[Any], None]) -> None:
-        """Have `hand_over` called with the variable's gradient by each backward that can be watched."""
+    def watch(
+        self, reducer: ArrayReducer, variables: Sequence[Any], hand_over: Callable[[int, Any], Any]
+    ) -> Callable[[], None]:
+        """Give the reducer what `hand_over` makes of a variable's gradient when backward is done with it.
 
-    def give(self, reducer: ArrayReducer, index: int, gradient: Any) -> None:
-        """Hand one gradient over, ahead of `reduce`; for those that `when_ready` tells of."""
+        Where there is a backward to watch. `hand_over` may return None.
+
+        Returns:
+            What ends the watch.
+        """
 
     def reduce(
         self, reducer: ArrayReducer, gradients: Sequence[Any], given: Collection[int]
@@ -40,7 +45,7 @@ class Backend(Protocol):
         In a program that is being traced the flag is a tensor.
 
         Args:
-            given: which of them `give` has handed over.
+            given: those among them that the reducer has been given.
         """
 
     def call(self, function: Callable[[list[Array]], list[Array]], tensors: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from hvdp.gradients import ArrayReducer
 from hvdp.tensorflow._graph import OPERATION, as_array, as_written, in_order, is_symbolic
 from hvdp.tensorflow.gradients import reduce_gradients
 
-__all__ = ["call", "densified", "give", "is_sparse", "reduce", "untraced", "when", "when_ready"]
+__all__ = ["call", "densified", "is_sparse", "reduce", "untraced", "watch", "when"]
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -25,12 +25,11 @@ def densified(gradient: Any) -> Any:
     return tf.convert_to_tensor(gradient)
 
 
-def when_ready(variable: Any, hand_over: Callable[[Any], None]) -> None:
-    """Never: a backward is part of the program, with nothing to watch."""
-
-
-def give(reducer: ArrayReducer, index: int, gradient: Any) -> None:
-    """Not called: `when_ready` tells of nothing."""
+def watch(
+    reducer: ArrayReducer, variables: Sequence[Any], hand_over: Callable[[int, Any], Any]
+) -> Callable[[], None]:
+    """Nothing: backward is a part of the program."""
+    return lambda: None
 
 
 def reduce(

@@ -10,9 +10,9 @@ import torch
 from hvdp._core.arrays import Array
 from hvdp.gradients import ArrayReducer, Rows
 from hvdp.torch._arrays import as_array, as_tensor
-from hvdp.torch.passes import hook_on
+from hvdp.torch.passes import hook_on, remove
 
-__all__ = ["call", "densified", "give", "is_sparse", "reduce", "untraced", "when", "when_ready"]
+__all__ = ["call", "densified", "is_sparse", "reduce", "untraced", "watch", "when"]
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -25,14 +25,23 @@ def densified(gradient: Any) -> Any:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
-def when_ready(variable: Any, hand_over: Callable[[Any], None]) -> None:
-    """Have `hand_over` called with the variable's gradient by each backward that is done with it."""
-    hook_on(variable.value, lambda parameter: hand_over(parameter.grad))
+def watch(
+    reducer: ArrayReducer, variables: Sequence[Any], hand_over: Callable[[int, Any], Any]
+) -> Callable[[], None]:
+    """Give the reducer what `hand_over` makes of a gradient that backward is done with."""
 
+    def watched(place: int) -> Callable[[torch.Tensor], None]:
+        def ready(parameter: torch.Tensor) -> None:
+            # A hook of the user's own may have taken it.
+            sent = None if parameter.grad is None else hand_over(place, parameter.grad)
+            if sent is not None:
+                reducer.give({place: _array(sent)})
 
-def give(reducer: ArrayReducer, index: int, gradient: Any) -> None:
-    """Hand one gradient over, ahead of `reduce`."""
-    reducer.give({index: _array(gradient)})
+        return ready
+
+    # Not `value`, which within a StatelessScope is another tensor.
+    hooks = [hook_on(variable._value, watched(place)) for place, variable in enumerate(variables)]
+    return lambda: remove(hooks)
 
 
 def reduce(

@@ -127,13 +127,11 @@ def _checked(model: Any, train: Callable[..., Any], link: Link) -> Callable[...,
     """`train`, which raises if it moves weights and has not reduced any gradient."""
 
     jax = keras.backend.backend() == "jax"
-    # A step of the user's own may change gradients between backward and apply.
-    plain = type(model).train_step is keras.Model.train_step and not model.jit_compile
 
     @functools.wraps(train)
     def run(*args: Any) -> Any:
         if link.in_place:
-            with link.overlapping() if plain else nullcontext():
+            with link.overlapping() if _is_plain(model) else nullcontext():
                 return train(*args)
         before = [np.array(value) for value in _weights(model, args[0])]
         result = train(*args)
@@ -149,6 +147,13 @@ def _checked(model: Any, train: Callable[..., Any], link: Link) -> Callable[...,
 
     run.__hvdp__ = link  # type: ignore[attr-defined]
     return run
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether Keras's code alone, which leaves gradients as they are, is between backward and our `apply`."""
+    step, optimizer = getattr(model.train_step, "__func__", None), model.optimizer
+    known = "_hvdp" in vars(optimizer) or type(optimizer) is keras.optimizers.LossScaleOptimizer
+    return step is keras.Model.train_step and known and not model.jit_compile
 
 
 def _weights(model: Any, state: Any) -> list[Any]:

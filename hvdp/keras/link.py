@@ -19,7 +19,6 @@ from hvdp._core.compression import Compressor, NoCompressor
 from hvdp._core.ops import Adasum
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
-from hvdp.errors import HvdpError
 from hvdp.gradients import ArrayReducer
 from hvdp.keras._backend import backend
 from hvdp.optimizer import Policy
@@ -38,9 +37,10 @@ def key_of(variable: Any) -> int:
 
 
 class _HandedOver(NamedTuple):
-    """A gradient as backward left it, and as it travels."""
+    """A gradient as backward left it, of which version, and as it travels."""
 
     gradient: Any
+    version: int
     sent: Any
     context: Any
 
@@ -55,7 +55,7 @@ class Link:
             of ranks if `scale_local`.
         mean_of_passes: divide gradients by the number of accumulated passes.
         in_place: whether a reduction has been made or is part of the traced program.
-        overlaps: whether gradients that backward is done with come to `apply` as they are.
+        overlaps: whether to hand gradients over as soon as backward is done with them.
     """
 
     policy: Policy
@@ -72,8 +72,9 @@ class Link:
     weight: float = 1.0
     reducer: ArrayReducer | None = None
     _serial: int = -1
-    _shared: Sequence[Any] = ()
     _early: dict[int, _HandedOver] = field(default_factory=dict)
+    _failed: bool = False
+    _changed: bool = False
 
     def __post_init__(self) -> None:
         self.reduced = backend().untraced(self.reduced)  # type: ignore[method-assign]
@@ -90,15 +91,15 @@ class Link:
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
-        """Around a training step that only differentiates and applies: reduce while it differentiates."""
-        if self._early and self.reducer is not None:
-            self._early.clear()  # of a step that failed
-            self.reducer.drop()
-        self.overlaps = True
+        """Around a training step that differentiates once and applies: reduce while it differentiates."""
+        # A pass that failed could not be taken back from those before it.
+        self.overlaps = self.policy.passes_per_step == 1 and not self._changed
         try:
             yield
         finally:
             self.overlaps = False
+            self._failed |= bool(self._early)
+            self._early.clear()
 
     def step(self, optimizer: Any, gradients: Sequence[Any], variables: Any, apply: Apply) -> None:
         """Reduce and apply."""
@@ -142,12 +143,15 @@ class Link:
         if self.reducer is None:
             self.reducer = self._made(everything, place_of)
             self._watch(everything)
+        own = {place_of[key_of(variables[index])]: results[index] for index in shared}
+        self._forget_if_changed(own)
         sent: list[Any] = [None] * len(everything)
         contexts: dict[int, Any] = {}
-        for index in shared:
-            if results[index] is not None:
-                place = place_of[key_of(variables[index])]
-                sent[place], contexts[place] = self._sent(place, results[index], variables[index])
+        for place, gradient in own.items():
+            if place in self._early:
+                *_, sent[place], contexts[place] = self._early[place]
+            elif gradient is not None:
+                sent[place], contexts[place] = self._to_send(gradient, everything[place])
         found, done = backend().reduce(self.reducer, sent, self._early.keys())
         self._early.clear()
         if found is None:
@@ -215,35 +219,38 @@ class Link:
 
     def _watch(self, variables: Sequence[Any]) -> None:
         """Have gradients handed over as soon as backward is done with them, where the backend can tell."""
-        self._shared = variables
+        assert self.reducer is not None
         this = weakref.ref(self)  # the variables outlive it
 
-        def watched(place: int) -> Callable[[Any], None]:
-            def hand_over(gradient: Any) -> None:
-                link = this()
-                if link is not None and link.overlaps:
-                    link._hand_over(place, gradient)
+        def hand_over(place: int, gradient: Any) -> Any:
+            link = this()
+            return link._hand_over(place, gradient, variables[place]) if link and link.overlaps else None
 
-            return hand_over
+        unwatch = backend().watch(self.reducer, variables, hand_over)
+        weakref.finalize(self, unwatch).atexit = False
 
-        for place, variable in enumerate(variables):
-            backend().when_ready(variable, watched(place))
-
-    def _hand_over(self, place: int, gradient: Any) -> None:
-        assert self.reducer is not None
-        self._early[place] = early = _HandedOver(gradient, *self._to_send(gradient, self._shared[place]))
-        backend().give(self.reducer, place, early.sent)
-
-    def _sent(self, place: int, gradient: Any, variable: Any) -> tuple[Any, Any]:
+    def _hand_over(self, place: int, gradient: Any, variable: Any) -> Any:
+        """What travels, or None where backward has come to the variable a second time."""
+        self._forget_if_changed({})
         early = self._early.get(place)
-        if early is None:
-            return self._to_send(gradient, variable)
-        if early.gradient is not gradient:
-            raise HvdpError(
-                f"the gradient of {variable.path!r} was changed between backward and apply() in Keras's own "
-                "training step, and its reduction had begun: change it in a train_step() of the model's own."
-            )
-        return early.sent, early.context
+        if early is not None:
+            self._early[place] = early._replace(version=-1)
+            return None
+        early = _HandedOver(gradient, gradient._version, *self._to_send(gradient, variable))
+        self._early[place] = early
+        return early.sent
+
+    def _forget_if_changed(self, gradients: dict[int, Any]) -> None:
+        """Begin the reduction anew, where gradients are not, or not now, what backward handed over."""
+        now = (
+            (self._early[place], gradient) for place, gradient in gradients.items() if place in self._early
+        )
+        if any(early.gradient is not g or early.version != g._version for early, g in now):
+            self._changed = True  # as they will be again, so that it is not worth while
+        if self.reducer is not None and (self._failed or (self._changed and self._early)):
+            self._failed = False
+            self._early.clear()
+            self.reducer.drop()
 
     def _to_send(self, gradient: Any, variable: Any) -> tuple[Any, Any]:
         if self.sparse_as_dense and backend().is_sparse(gradient):

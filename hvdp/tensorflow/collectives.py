@@ -192,8 +192,10 @@ def alltoall(
     tensor = as_tensor(tensor)
     given = splits is not None
     counts = as_tensor(splits) if given else tf.zeros([0], tf.int64)
-    if isinstance(tensor, Exception) or isinstance(counts, Exception):
-        return collectives.alltoall_async(tensor, splits, name, process_set).wait()
+    if isinstance(counts, Exception):
+        tensor = InvalidArgumentError(f"splits: {counts}")
+    if isinstance(tensor, Exception):
+        return collectives.alltoall_async(tensor, None, name, process_set).wait()
     symbolic = is_symbolic([tensor, counts])
 
     def exchange(rows: Any, wanted: Any, label: str | None) -> list[Any]:
@@ -237,7 +239,7 @@ def _gathered_slices(
     name: str | None,
     process_set: ProcessSet,
 ) -> Any:
-    values = slices.values
+    label = None if name is None else f"{name}.values"
     try:
         resolved = ReduceOp.resolve(average, op)
         if resolved not in (Average, Sum):
@@ -245,8 +247,9 @@ def _gathered_slices(
                 f"IndexedSlices can be reduced by Average and Sum. Received: op {resolved.name}"
             )
     except InvalidArgumentError as error:
-        values = error
-    values = allgather(values, None if name is None else f"{name}.values", process_set=process_set)
+        allgather(error, label, process_set=process_set)  # which tells every rank
+        raise
+    values = allgather(slices.values, label, process_set=process_set)
     # Of no rows: nothing travels, but the ranks compare the shape. And ranks that have joined do not count.
     shape = [0] if slices.dense_shape is None else tf.concat([[0], tf.cast(slices.dense_shape, tf.int32)], 0)
     entries = [slices.indices, tf.zeros(shape, tf.uint8), tf.ones([1], tf.int64)]

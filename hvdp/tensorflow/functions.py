@@ -14,7 +14,7 @@ from hvdp._core.runtime import runtime
 from hvdp.basics import local_rank, local_size, rank
 from hvdp.process_sets import ProcessSet, global_process_set
 from hvdp.tensorflow._graph import OPERATION, as_written, in_order
-from hvdp.tensorflow.collectives import collectives
+from hvdp.tensorflow._tensors import as_tensor, collectives
 
 __all__ = [
     "allgather_object",
@@ -39,26 +39,30 @@ def broadcast_(
 ) -> list[Any]:
     """Assign rank `root_rank`'s values to variables, matched by their order; they are returned.
 
-    TensorFlow's or Keras's variables, eager or in a graph.
+    TensorFlow's or Keras's variables, eager or in a graph. Ranks make such calls in one order.
 
     Raises:
         MismatchError: the ranks' numbers of variables, shapes or dtypes differ; on every rank.
+        InvalidArgumentError: something is no variable on any rank; on every rank.
     """
     raw = [getattr(variable, "value", variable) for variable in variables]
     raw = [given if callable(value) else value for given, value in zip(variables, raw, strict=True)]
+    tensors = [as_tensor(variable) for variable in raw]
+    faults = [f"variable {i}: {t}" for i, t in enumerate(tensors) if isinstance(t, Exception)]
 
     def values(*tensors: Any) -> list[Any]:
         specs = [
             ParameterSpec(f"variable.{i}", tuple(t.shape), t.dtype.name, 0) for i, t in enumerate(tensors)
         ]
-        check_same_parameters("broadcast_variables", specs, process_set=process_set.number())
+        check_same_parameters("broadcast_variables", specs, "; ".join(faults), process_set.number())
         handles = [
             collectives.broadcast_async(tensor, root_rank, f"{name}.{index}" if name else None, process_set)
             for index, tensor in enumerate(tensors)
         ]
         return [handle.wait() for handle in handles]
 
-    tensors = [tf.convert_to_tensor(variable) for variable in raw]
+    if faults:
+        values()
     if tf.executing_eagerly():
         results = values(*tensors)
     else:

@@ -25,7 +25,7 @@ from hvdp.torch.arguments import Groups, NamedParameters, grouped, named
 from hvdp.torch.closures import with_all_ranks
 from hvdp.torch.consistency import DriftWatch
 from hvdp.torch.gradients import TorchGradients
-from hvdp.torch.passes import PassWatch, hook_on
+from hvdp.torch.passes import PassWatch, hook_on, remove
 from hvdp.torch.rates import rate_scaler, scale_with_schedulers
 from hvdp.torch.steps import outermost
 
@@ -142,7 +142,7 @@ class _Distributed(torch.optim.Optimizer):
             if not self._reducer.policy.repeatable:
                 hooks += [hook_on(p, _zeroes(store, i), before=True) for i, p in enumerate(store.parameters)]
         # The parameters outlive the optimizer: without it nothing must be reduced any more.
-        self._detach = weakref.finalize(self, _remove, hooks)
+        self._detach = weakref.finalize(self, remove, hooks)
         self._detach.atexit = False
 
     @property
@@ -273,9 +273,3 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _zeroes(store: TorchGradients, index: int) -> Callable[[torch.Tensor], None]:
     return lambda _: store.forget_zeroed(index)
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        if hook is not None:
-            hook.remove()

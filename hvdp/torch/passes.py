@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from hvdp.optimizer import GradientReducer
 
-__all__ = ["PassWatch", "hook_on"]
+__all__ = ["PassWatch", "hook_on", "remove"]
 
 
 class PassWatch:
@@ -68,3 +68,10 @@ def hook_on(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], befor
     if frozen:
         parameter.requires_grad_(False)
     return handle
+
+
+def remove(hooks: Iterable[Any]) -> None:
+    """End what `hook_on` returned."""
+    for hook in hooks:
+        if hook is not None:
+            hook.remove()

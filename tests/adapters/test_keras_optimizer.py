@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -228,58 +229,113 @@ def test_torch_compile_leaves_the_reduction_out_of_its_graphs() -> None:
 def _reduced_during_backward() -> None:
     import keras
     import numpy as np
+    import torch
 
     import hvdp.keras as hvd
 
     hvd.init()
     mean = (hvd.size() + 1) / 2
-    x = np.full((4, 2), hvd.rank() + 1.0, "float32")
+    inputs = np.full((4, 2), hvd.rank() + 1.0, "float32")
 
     class Own(keras.Sequential):
         def train_step(self, *args: Any) -> Any:
             return super().train_step(*args)
 
-    class Look:
-        """At the buckets, when the gradient of the first layer, the last to be ready, is about to be."""
+    class Halving(keras.optimizers.LossScaleOptimizer):
+        """An outer optimizer that changes gradients on their way."""
 
-        reducer: Any = None
-        fails = False
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            super().apply([gradient / 2 for gradient in grads], trainable_variables)
 
-        def __init__(self) -> None:
+    class Trained:
+        """A model of two layers, and what it and its buckets should be."""
+
+        def __init__(self, made: type = keras.Sequential, outer: Any = None, **options: Any) -> None:
+            self.first = keras.layers.Dense(2, use_bias=False, kernel_initializer="identity")
+            self.last = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+            self.model = made([keras.layers.Input((2,)), self.first, self.last])
+            self.optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+            self.outer = outer(self.optimizer, initial_scale=1.0) if outer else self.optimizer
+            self.compile(self.outer)
+            self.fails = False
             self.seen: list[bool] = []
+            self.first.kernel.value.register_hook(self.look)
+            self.step()
+            self.reducer = self.optimizer.__dict__["_hvdp"].reducer.reducer
 
-        def __call__(self, gradient: Any) -> None:
+        def compile(self, optimizer: Any) -> None:
+            self.model.compile(optimizer, lambda y, prediction: keras.ops.sum(prediction, axis=-1))
+
+        def look(self, gradient: Any) -> None:
+            """At the buckets, when the gradient of the first layer, the last to be ready, is about to be."""
             if self.fails:
                 raise RuntimeError("in backward")
-            if self.reducer is not None:
-                self.seen.append(any(bucket.handle is not None for bucket in self.reducer._bucketing.buckets))
+            if hasattr(self, "reducer"):
+                self.seen.append(any(b.handle is not None for b in self.reducer._bucketing.buckets))
 
-    for made, passes, overlaps in ((keras.Sequential, 1, True), (keras.Sequential, 2, True), (Own, 1, False)):
-        first = keras.layers.Dense(2, use_bias=False, kernel_initializer="identity")
-        last = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-        model = made([keras.layers.Input((2,)), first, last])
-        optimizer = hvd.DistributedOptimizer(
-            keras.optimizers.SGD(1.0), backward_passes_per_step=passes, compression=hvd.Compression.bf16
-        )
-        model.compile(optimizer, lambda y, prediction: keras.ops.sum(prediction, axis=-1))
-        look = Look()
-        first.kernel.value.register_hook(look)
-        inputs, w1, w2 = np.full((1, 2), mean), np.eye(2), np.ones((2, 1))
-        for step in range(3):
-            if step == 2:
-                look.fails = True
-                with pytest.raises(RuntimeError, match="in backward"):
-                    model.train_on_batch(x, x[:, :1])
-                look.fails = False
-            for _ in range(passes):
-                model.train_on_batch(x, x[:, :1])
-            look.reducer = optimizer.__dict__["_hvdp"].reducer.reducer
-            # The loss is the mean of x @ w1 @ w2.
-            w1, w2 = w1 - passes * inputs.T @ w2.T, w2 - passes * (inputs @ w1).T
-            np.testing.assert_allclose(first.get_weights()[0], w1)
-            np.testing.assert_allclose(last.get_weights()[0], w2)
-        assert len(look.reducer._bucketing.buckets) == 2
-        assert look.seen == [overlaps and turn % passes == passes - 1 for turn in range(2 * passes)]
+        def fail(self) -> None:
+            self.fails = True
+            with pytest.raises(RuntimeError, match="in backward"):
+                self.model.train_on_batch(inputs, inputs[:, :1])
+            self.fails = False
+
+        def step(self) -> None:
+            """From the first weights: both layers move by the ranks' mean of the inputs."""
+            self.first.kernel.assign(np.eye(2))
+            self.last.kernel.assign(np.ones((2, 1)))
+            self.model.train_on_batch(inputs, inputs[:, :1])
+            self.check(mean / 2 if isinstance(self.outer, Halving) else mean)
+
+        def check(self, moved: float) -> None:
+            np.testing.assert_allclose(1 - self.last.get_weights()[0], moved)
+            np.testing.assert_allclose(np.eye(2) - self.first.get_weights()[0], moved)
+
+    for options in ({}, {"compression": hvd.Compression.bf16}, {"weighted": True}, {"num_groups": 2}):
+        trained = Trained(**options)
+        trained.step()
+        trained.fail()
+        trained.step()
+        assert trained.seen == [True, True], options
+        assert len(trained.reducer._bucketing.buckets) == 2
+
+    # A failed step is forgotten, whoever makes the next one.
+    trained = Trained()
+    trained.fail()
+    trained.model.zero_grad()
+    weights = trained.model.trainable_weights
+    trained.first.kernel.assign(np.eye(2))
+    trained.last.kernel.assign(np.ones((2, 1)))
+    keras.ops.mean(keras.ops.sum(trained.model(inputs * 3), axis=-1)).backward()
+    with torch.no_grad():
+        trained.optimizer.apply([variable.value.grad for variable in weights], weights)
+    trained.check(3 * mean)
+
+    # Where a gradient may yet change, nothing is reduced before `apply`.
+    trained = Trained(Own)
+    trained.step()
+    assert trained.seen == [False]
+    trained = Trained(outer=Halving)
+    trained.step()
+    assert trained.seen == [False]
+    trained = Trained()
+    trained.model.train_step = lambda data: keras.Sequential.train_step(trained.model, data)
+    trained.step()
+    assert trained.seen == [False]
+    trained = Trained()
+
+    def changed(parameter: Any) -> None:
+        parameter.grad.mul_(1)
+
+    trained.first.kernel.value.register_post_accumulate_grad_hook(changed)
+    trained.step()  # found to be changed, and reduced anew
+    trained.step()
+    assert trained.seen == [True, False]
+
+    # Hooks of optimizers that are gone are gone, too.
+    trained.optimizer = trained.outer = None
+    trained.compile("sgd")
+    gc.collect()
+    assert len(trained.last.kernel.value._post_accumulate_grad_hooks) == 0
 
 
 def test_torch_reduces_while_backward_goes_on() -> None:

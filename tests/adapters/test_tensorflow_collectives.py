@@ -149,6 +149,7 @@ def _cases() -> None:
     good, bad = tf.ones([2]), [[1.0], [2.0, 3.0]]
     x = bad if rank == 0 else good
     fp16 = hvd.Compression.fp16
+    mixed = [tf.constant(1), *[tf.constant(1, tf.int64)] * (size - 1)]
     for call, told in [
         (lambda: hvd.allreduce(x), "non-rectangular"),
         (lambda: hvd.allreduce(x, compression=fp16), "non-rectangular"),
@@ -160,12 +161,15 @@ def _cases() -> None:
         (lambda: hvd.broadcast(x, 0), "non-rectangular"),
         (lambda: hvd.alltoall(x), "non-rectangular"),
         (lambda: hvd.alltoall(tf.ones([size]), x if rank == 0 else [1] * size), "splits"),
+        (lambda: hvd.alltoall(tf.ones([size]), mixed if rank == 0 else [1] * size), "splits"),
         (lambda: hvd.alltoall(tf.ones([size]), [1.0 if rank == 0 else 1] * size), "splits"),
         (lambda: hvd.allreduce(slices, op=hvd.Min if rank == 0 else hvd.Sum), "IndexedSlices"),
         (lambda: hvd.allreduce(slices, op=99 if rank == 0 else hvd.Sum), "99"),
     ]:
         with pytest.raises(ValueError, match=f"(?s)rank 0.*{told}|{told}.*rank 0"):
             call()
+    with pytest.raises(ValueError, match="rank 0: variable 1: "):
+        hvd.broadcast_variables([a, bad if rank == 0 else b], root_rank=0)
     with pytest.raises(hvd.MismatchError, match="missing on rank"):
         hvd.broadcast_variables([a, b] if rank == 0 else [a], root_rank=0)
     same(hvd.allreduce(tf.constant(1.0)), 1)

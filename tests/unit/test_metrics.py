@@ -54,6 +54,12 @@ def test_sums_accuracy_and_squares() -> None:
     wanted = np.array([[0, 1, 2, 0], [2, 2, 1, 0]])
     positions.update(np.moveaxis(np.eye(3)[wanted], -1, 1), wanted * (wanted < 2))
     assert positions.compute() == 5 / 8
+    one_position = metrics.Accuracy(class_dim=1)
+    one_position.update([[[0.1], [0.9], [0.2]]], [[1]])
+    assert one_position.compute() == 1
+    logits = metrics.Accuracy(threshold=0.0, class_dim=1)
+    logits.update(np.full((2, 1, 4), 0.5), [[1, 1, 1, 0], [1, 1, 1, 1]])
+    assert logits.compute() == 7 / 8
     squares.update([1.0, 2.0], [0.0, 4.0])
     assert squares.compute() == 2.5
 
@@ -68,3 +74,5 @@ def test_shapes_must_fit() -> None:
             update()
     with pytest.raises(InvalidArgumentError, match=r"class_dim=1.*\(2, 3, 4\) for targets of \(2, 4\)"):
         metrics.Accuracy().update(np.zeros((2, 3, 4)), np.zeros((2, 4)))
+    with pytest.raises(InvalidArgumentError, match="dimension 3 of the scores"):
+        metrics.Accuracy(class_dim=3).update(np.zeros((2, 3)), np.zeros(2))
