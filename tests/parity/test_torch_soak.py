@@ -73,9 +73,10 @@ def _together() -> tuple[str, float, dict[str, tuple[int, int]]]:
     return digest, float((flat - whole).abs().max()), grown
 
 
-@pytest.mark.parametrize("world", worlds(shm=(2,)), ids=str)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("world", worlds(shm=(2, 3)), ids=str)
 def test_thousands_of_steps(world: World) -> None:
-    found = world.run(_together, env={"HVDP_FUSION_THRESHOLD": "500"}, timeout=100)
+    found = world.run(_together, env={"HVDP_FUSION_THRESHOLD": "500"}, timeout=200)
     assert len({digest for digest, _, _ in found}) == 1
     for _, distance, grown in found:
         assert distance < 1e-9
