@@ -121,6 +121,7 @@ class ArrayReducer:
         present: parameters that have a gradient on some rank, once `prepare` was called.
         sparse: those whose gradients are gathered as rows.
         windows: how many have been reduced since the last time that all ranks began anew.
+        given: the parameters whose gradients of this pass have been given.
 
     Raises:
         MismatchError: the ranks hold different parameters.
@@ -131,6 +132,7 @@ class ArrayReducer:
         self.present: set[int] | None = None
         self.sparse: frozenset[int] = frozenset()
         self.windows = 0
+        self.given: set[int] = set()
         self._store = _Arrays(self.specs)
         self.reducer = GradientReducer(self._store, self.specs, policy, fault)
         self._buckets: list[tuple[int, ...]] = []
@@ -157,6 +159,7 @@ class ArrayReducer:
         """Add gradients of this pass; buckets that are complete in the window's last pass start at once."""
         for index, gradient in gradients.items():
             self._store.give(index, gradient)
+        self.given |= gradients.keys()
         for index in gradients:
             if index not in self.sparse:
                 self.reducer.ready(index)
@@ -166,6 +169,7 @@ class ArrayReducer:
 
         They are views of the buckets' memory, right until the next `give`.
         """
+        self.given.clear()
         self._passes += 1
         if self._passes < self.reducer.passes_per_step:
             self.reducer.end_pass()
@@ -189,6 +193,7 @@ class ArrayReducer:
 
     def drop(self) -> None:
         """Forget what was given since the last window; what has started is waited for."""
+        self.given.clear()
         self._passes = 0
         self.reducer.cleared()
         self._store.taken()

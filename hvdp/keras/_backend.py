@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Protocol, TypeVar, cast
 
@@ -15,6 +15,9 @@ from hvdp.gradients import ArrayReducer
 __all__ = ["Backend", "backend"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Watch = Callable[[ArrayReducer, Sequence[Any], Callable[[int, Any], Any]], Callable[[], None]]
+"""Gives the reducer what a function makes of a variable's number and gradient, which may be None, when
+backward is done with it; returns what ends that."""
 
 
 class Backend(Protocol):
@@ -26,26 +29,13 @@ class Backend(Protocol):
     def densified(self, gradient: Any) -> Any:
         """A dense tensor of a gradient."""
 
-    def watch(
-        self, reducer: ArrayReducer, variables: Sequence[Any], hand_over: Callable[[int, Any], Any]
-    ) -> Callable[[], None]:
-        """Give the reducer what `hand_over` makes of a variable's gradient when backward is done with it.
+    watch: Watch | None
+    """For `Overlap`, where there is a backward to watch."""
 
-        Where there is a backward to watch. `hand_over` may return None.
-
-        Returns:
-            What ends the watch.
-        """
-
-    def reduce(
-        self, reducer: ArrayReducer, gradients: Sequence[Any], given: Collection[int]
-    ) -> tuple[list[Any] | None, Any]:
+    def reduce(self, reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] | None, Any]:
         """The reduced gradients, for the step under way, and whether they are: after a window's last pass.
 
         In a program that is being traced the flag is a tensor.
-
-        Args:
-            given: those among them that the reducer has been given.
         """
 
     def call(self, function: Callable[[list[Array]], list[Array]], tensors: Sequence[Any]) -> list[Any]:

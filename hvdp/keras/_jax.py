@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ from hvdp._core.arrays import Array
 from hvdp.gradients import ArrayReducer
 
 __all__ = ["call", "densified", "is_sparse", "reduce", "untraced", "watch", "when"]
+
+watch = None  # backward is a part of the program
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -25,16 +27,7 @@ def densified(gradient: Any) -> Any:
     return gradient.todense() if hasattr(gradient, "todense") else gradient
 
 
-def watch(
-    reducer: ArrayReducer, variables: Sequence[Any], hand_over: Callable[[int, Any], Any]
-) -> Callable[[], None]:
-    """Nothing: backward is a part of the program."""
-    return lambda: None
-
-
-def reduce(
-    reducer: ArrayReducer, gradients: Sequence[Any], given: Collection[int]
-) -> tuple[list[Any] | None, Any]:
+def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] | None, Any]:
     """The reduced gradients, and whether they are: after a window's last pass.
 
     While tracing, the flag is an array, and without it the gradients mean nothing.

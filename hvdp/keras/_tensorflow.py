@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +13,8 @@ from hvdp.tensorflow._graph import OPERATION, as_array, as_written, in_order, is
 from hvdp.tensorflow.gradients import reduce_gradients
 
 __all__ = ["call", "densified", "is_sparse", "reduce", "untraced", "watch", "when"]
+
+watch = None  # backward is a part of the program
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -25,16 +27,7 @@ def densified(gradient: Any) -> Any:
     return tf.convert_to_tensor(gradient)
 
 
-def watch(
-    reducer: ArrayReducer, variables: Sequence[Any], hand_over: Callable[[int, Any], Any]
-) -> Callable[[], None]:
-    """Nothing: backward is a part of the program."""
-    return lambda: None
-
-
-def reduce(
-    reducer: ArrayReducer, gradients: Sequence[Any], given: Collection[int]
-) -> tuple[list[Any] | None, Any]:
+def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] | None, Any]:
     """As `hvdp.tensorflow.gradients.reduce_gradients`: for the step under way only."""
     return reduce_gradients(reducer, gradients, copy=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,13 +44,11 @@ def watch(
     return lambda: remove(hooks)
 
 
-def reduce(
-    reducer: ArrayReducer, gradients: Sequence[Any], given: Collection[int]
-) -> tuple[list[Any] | None, bool]:
+def reduce(reducer: ArrayReducer, gradients: Sequence[Any]) -> tuple[list[Any] | None, bool]:
     """The reduced gradients after a window's last pass: views, for the step under way only."""
     own = [i for i, gradient in enumerate(gradients) if gradient is not None]
     reducer.prepare(own, {i for i in own if is_sparse(gradients[i])})
-    reducer.give({index: _array(gradients[index]) for index in reversed(own) if index not in given})
+    reducer.give({index: _array(gradients[index]) for index in reversed(own) if index not in reducer.given})
     results = reducer.finish()
     if results is None:
         return None, False

@@ -131,7 +131,7 @@ def _checked(model: Any, train: Callable[..., Any], link: Link) -> Callable[...,
     @functools.wraps(train)
     def run(*args: Any) -> Any:
         if link.in_place:
-            with link.overlapping() if _is_plain(model) else nullcontext():
+            with link.overlap.step() if _is_plain(model) else nullcontext():
                 return train(*args)
         before = [np.array(value) for value in _weights(model, args[0])]
         result = train(*args)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 from keras import ops
@@ -21,6 +20,7 @@ from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
 from hvdp.gradients import ArrayReducer
 from hvdp.keras._backend import backend
+from hvdp.keras.overlap import Overlap
 from hvdp.optimizer import Policy
 from hvdp.process_sets import ProcessSet
 
@@ -36,15 +36,6 @@ def key_of(variable: Any) -> int:
     return id(variable)
 
 
-class _HandedOver(NamedTuple):
-    """A gradient as backward left it, of which version, and as it travels."""
-
-    gradient: Any
-    version: int
-    sent: Any
-    context: Any
-
-
 @dataclass
 class Link:
     """Between an optimizer and the other ranks.
@@ -55,7 +46,7 @@ class Link:
             of ranks if `scale_local`.
         mean_of_passes: divide gradients by the number of accumulated passes.
         in_place: whether a reduction has been made or is part of the traced program.
-        overlaps: whether to hand gradients over as soon as backward is done with them.
+        overlap: of the reduction with backward.
     """
 
     policy: Policy
@@ -67,16 +58,15 @@ class Link:
     scale_local: bool = True
     mean_of_passes: bool = False
     in_place: bool = False
-    overlaps: bool = False
     inside: bool = False
     weight: float = 1.0
     reducer: ArrayReducer | None = None
+    overlap: Overlap = field(init=False)
     _serial: int = -1
-    _early: dict[int, _HandedOver] = field(default_factory=dict)
-    _failed: bool = False
-    _changed: bool = False
 
     def __post_init__(self) -> None:
+        # A pass that failed could not be taken back from those before it.
+        self.overlap = Overlap(self._to_send, possible=self.policy.passes_per_step == 1)
         self.reduced = backend().untraced(self.reduced)  # type: ignore[method-assign]
         self.combined = backend().untraced(self.combined)  # type: ignore[method-assign]
 
@@ -88,18 +78,6 @@ class Link:
             yield
         finally:
             self.inside = False
-
-    @contextmanager
-    def overlapping(self) -> Iterator[None]:
-        """Around a training step that differentiates once and applies: reduce while it differentiates."""
-        # A pass that failed could not be taken back from those before it.
-        self.overlaps = self.policy.passes_per_step == 1 and not self._changed
-        try:
-            yield
-        finally:
-            self.overlaps = False
-            self._failed |= bool(self._early)
-            self._early.clear()
 
     def step(self, optimizer: Any, gradients: Sequence[Any], variables: Any, apply: Apply) -> None:
         """Reduce and apply."""
@@ -142,18 +120,16 @@ class Link:
         place_of = {key_of(variable): place for place, variable in enumerate(everything)}
         if self.reducer is None:
             self.reducer = self._made(everything, place_of)
-            self._watch(everything)
+            self.overlap.watch(self.reducer, everything)
         own = {place_of[key_of(variables[index])]: results[index] for index in shared}
-        self._forget_if_changed(own)
         sent: list[Any] = [None] * len(everything)
         contexts: dict[int, Any] = {}
+        early = self.overlap.handed_over(own)
         for place, gradient in own.items():
-            if place in self._early:
-                *_, sent[place], contexts[place] = self._early[place]
-            elif gradient is not None:
-                sent[place], contexts[place] = self._to_send(gradient, everything[place])
-        found, done = backend().reduce(self.reducer, sent, self._early.keys())
-        self._early.clear()
+            if gradient is not None:
+                known = early.get(place)
+                sent[place], contexts[place] = known or self._to_send(gradient, everything[place])
+        found, done = backend().reduce(self.reducer, sent)
         if found is None:
             return None, done
         for index in shared:
@@ -216,41 +192,6 @@ class Link:
         # Keras counts layers up, and a rank may have made others before.
         name = re.sub(r"_\d+(?=/|$)", "", getattr(variable, "path", variable.name))
         return ParameterSpec(name, tuple(variable.shape), dtype, dtype_named(dtype).itemsize)
-
-    def _watch(self, variables: Sequence[Any]) -> None:
-        """Have gradients handed over as soon as backward is done with them, where the backend can tell."""
-        assert self.reducer is not None
-        this = weakref.ref(self)  # the variables outlive it
-
-        def hand_over(place: int, gradient: Any) -> Any:
-            link = this()
-            return link._hand_over(place, gradient, variables[place]) if link and link.overlaps else None
-
-        unwatch = backend().watch(self.reducer, variables, hand_over)
-        weakref.finalize(self, unwatch).atexit = False
-
-    def _hand_over(self, place: int, gradient: Any, variable: Any) -> Any:
-        """What travels, or None where backward has come to the variable a second time."""
-        self._forget_if_changed({})
-        early = self._early.get(place)
-        if early is not None:
-            self._early[place] = early._replace(version=-1)
-            return None
-        early = _HandedOver(gradient, gradient._version, *self._to_send(gradient, variable))
-        self._early[place] = early
-        return early.sent
-
-    def _forget_if_changed(self, gradients: dict[int, Any]) -> None:
-        """Begin the reduction anew, where gradients are not, or not now, what backward handed over."""
-        now = (
-            (self._early[place], gradient) for place, gradient in gradients.items() if place in self._early
-        )
-        if any(early.gradient is not g or early.version != g._version for early, g in now):
-            self._changed = True  # as they will be again, so that it is not worth while
-        if self.reducer is not None and (self._failed or (self._changed and self._early)):
-            self._failed = False
-            self._early.clear()
-            self.reducer.drop()
 
     def _to_send(self, gradient: Any, variable: Any) -> tuple[Any, Any]:
         if self.sparse_as_dense and backend().is_sparse(gradient):

@@ -58,7 +58,10 @@ class PassWatch:
 
 
 def hook_on(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], before: bool = False) -> Any:
-    """Have `hook` called after, or before, backward adds to the gradient, if only once it is unfrozen."""
+    """Have `hook` called after, or before, backward adds to the gradient; for `remove`.
+
+    A parameter that is frozen now may be unfrozen later.
+    """
     frozen = not parameter.requires_grad
     if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
         return None  # integers never have a gradient

@@ -257,14 +257,20 @@ def _reduced_during_backward() -> None:
             self.optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
             self.outer = outer(self.optimizer, initial_scale=1.0) if outer else self.optimizer
             self.compile(self.outer)
-            self.fails = False
+            self.passes = options.get("backward_passes_per_step", 1)
+            self.fails = self.differentiates_twice = False
             self.seen: list[bool] = []
             self.first.kernel.value.register_hook(self.look)
             self.step()
             self.reducer = self.optimizer.__dict__["_hvdp"].reducer.reducer
 
         def compile(self, optimizer: Any) -> None:
-            self.model.compile(optimizer, lambda y, prediction: keras.ops.sum(prediction, axis=-1))
+            self.model.compile(optimizer, self.loss)
+
+        def loss(self, y: Any, prediction: Any) -> Any:
+            if self.differentiates_twice:
+                keras.ops.sum(self.last.kernel.value).backward()
+            return keras.ops.sum(prediction, axis=-1)
 
         def look(self, gradient: Any) -> None:
             """At the buckets, when the gradient of the first layer, the last to be ready, is about to be."""
@@ -280,15 +286,20 @@ def _reduced_during_backward() -> None:
             self.fails = False
 
         def step(self) -> None:
-            """From the first weights: both layers move by the ranks' mean of the inputs."""
+            """Both layers move by the ranks' mean of the inputs."""
+            self.begin()
+            for _ in range(self.passes):
+                self.model.train_on_batch(inputs, inputs[:, :1])
+            times = self.passes / (2 if isinstance(self.outer, Halving) else 1)
+            self.check(mean * times, mean * times + self.differentiates_twice)
+
+        def begin(self) -> None:
             self.first.kernel.assign(np.eye(2))
             self.last.kernel.assign(np.ones((2, 1)))
-            self.model.train_on_batch(inputs, inputs[:, :1])
-            self.check(mean / 2 if isinstance(self.outer, Halving) else mean)
 
-        def check(self, moved: float) -> None:
-            np.testing.assert_allclose(1 - self.last.get_weights()[0], moved)
-            np.testing.assert_allclose(np.eye(2) - self.first.get_weights()[0], moved)
+        def check(self, first: float, last: float) -> None:
+            np.testing.assert_allclose(np.eye(2) - self.first.get_weights()[0], first)
+            np.testing.assert_allclose(1 - self.last.get_weights()[0], last)
 
     for options in ({}, {"compression": hvd.Compression.bf16}, {"weighted": True}, {"num_groups": 2}):
         trained = Trained(**options)
@@ -303,12 +314,20 @@ def _reduced_during_backward() -> None:
     trained.fail()
     trained.model.zero_grad()
     weights = trained.model.trainable_weights
-    trained.first.kernel.assign(np.eye(2))
-    trained.last.kernel.assign(np.ones((2, 1)))
+    trained.begin()
     keras.ops.mean(keras.ops.sum(trained.model(inputs * 3), axis=-1)).backward()
     with torch.no_grad():
         trained.optimizer.apply([variable.value.grad for variable in weights], weights)
-    trained.check(3 * mean)
+    trained.check(3 * mean, 3 * mean)
+
+    # Nor is a pass that failed mixed up with those before it.
+    trained = Trained(backward_passes_per_step=2)
+    trained.begin()
+    trained.model.train_on_batch(inputs, inputs[:, :1])
+    trained.fail()
+    trained.model.train_on_batch(inputs, inputs[:, :1])
+    trained.check(2 * mean, 2 * mean)
+    assert trained.seen == [False, False]
 
     # Where a gradient may yet change, nothing is reduced before `apply`.
     trained = Trained(Own)
@@ -330,6 +349,10 @@ def _reduced_during_backward() -> None:
     trained.step()  # found to be changed, and reduced anew
     trained.step()
     assert trained.seen == [True, False]
+    trained = Trained()
+    trained.differentiates_twice = True
+    trained.step()
+    trained.step()
 
     # Hooks of optimizers that are gone are gone, too.
     trained.optimizer = trained.outer = None
