@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
 from hvdp.errors import InvalidArgumentError, MismatchError
 
-__all__ = ["check_same_parameters"]
+__all__ = ["check_same_parameters", "check_same_variables"]
 
 _FAULT = b"\0" * 32
 
@@ -57,3 +57,14 @@ def check_same_parameters(
         if theirs[name] != value
     ]
     raise MismatchError(f"{what}: the ranks pass different options: {differences[0]}.")
+
+
+def check_same_variables(
+    variables: Iterable[tuple[Iterable[int], str]], fault: str = "", process_set: int = 0
+) -> None:
+    """Compare the shapes and dtypes of variables that ranks match by their order; as above."""
+    specs = [
+        ParameterSpec(f"variable.{index}", tuple(shape), dtype, 0)
+        for index, (shape, dtype) in enumerate(variables)
+    ]
+    check_same_parameters("broadcast_variables", specs, fault, process_set)

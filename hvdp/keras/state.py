@@ -7,8 +7,7 @@ from typing import Any
 
 import keras
 
-from hvdp._core.agreement import check_same_parameters
-from hvdp._core.buckets import ParameterSpec
+from hvdp._core.agreement import check_same_variables
 from hvdp._core.objects import allgather_object
 from hvdp._core.runtime import runtime
 from hvdp._numpy import collectives
@@ -25,11 +24,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
     """
     chosen = list(variables)
     dtypes = [keras.backend.standardize_dtype(variable.dtype) for variable in chosen]
-    specs = [
-        ParameterSpec(f"variable.{i}", tuple(variable.shape), dtype, 0)
-        for i, (variable, dtype) in enumerate(zip(chosen, dtypes, strict=True))
-    ]
-    check_same_parameters("broadcast_variables", specs)
+    check_same_variables(zip((variable.shape for variable in chosen), dtypes, strict=True))
     label = f"keras.variables.{runtime.serial('keras.variables')}"
     numeric = [i for i, dtype in enumerate(dtypes) if dtype != "string"]
     arrays = {i: keras.ops.convert_to_numpy(chosen[i]) for i in numeric}

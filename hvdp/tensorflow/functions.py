@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdp import collectives as generic
-from hvdp._core.agreement import check_same_parameters
-from hvdp._core.buckets import ParameterSpec
+from hvdp._core.agreement import check_same_variables
 from hvdp._core.runtime import runtime
 from hvdp.basics import local_rank, local_size, rank
 from hvdp.process_sets import ProcessSet, global_process_set
@@ -51,10 +50,8 @@ def broadcast_(
     faults = [f"variable {i}: {t}" for i, t in enumerate(tensors) if isinstance(t, Exception)]
 
     def values(*tensors: Any) -> list[Any]:
-        specs = [
-            ParameterSpec(f"variable.{i}", tuple(t.shape), t.dtype.name, 0) for i, t in enumerate(tensors)
-        ]
-        check_same_parameters("broadcast_variables", specs, "; ".join(faults), process_set.number())
+        described = ((tensor.shape, tensor.dtype.name) for tensor in tensors)
+        check_same_variables(described, "; ".join(faults), process_set.number())
         handles = [
             collectives.broadcast_async(tensor, root_rank, f"{name}.{index}" if name else None, process_set)
             for index, tensor in enumerate(tensors)
