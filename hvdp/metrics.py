@@ -156,9 +156,7 @@ class Accuracy(_Ratio):
         found, wanted = _numbers(predictions), _numbers(targets)
         shape, dim = found.shape, self._class_dim
         scores = found.ndim == wanted.ndim + 1
-        if scores and (
-            not -found.ndim <= dim < found.ndim or np.delete(shape, dim).tolist() != [*wanted.shape]
-        ):
+        if scores and (dim < -found.ndim or shape[:dim] + shape[dim:][1:] != wanted.shape):
             raise InvalidArgumentError(
                 f"Accuracy takes dimension {dim} of the scores for their classes; class_dim=1 is for scores "
                 f"as torch's CrossEntropyLoss takes them. Received: {shape} for targets of {wanted.shape}"

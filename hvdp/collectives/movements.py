@@ -28,7 +28,7 @@ class Movements(OnTensors[T]):
         First dimensions may differ between ranks (0 is allowed), the others may not; a
         scalar counts as a tensor of one.
         """
-        return self._tensors.with_gradient(
+        return self._differentiable(
             lambda values: [
                 submit.at_once(self._one(Kind.ALLGATHER, values[0], name, process_set, self._gathered))
             ],
@@ -46,7 +46,7 @@ class Movements(OnTensors[T]):
         self, tensors: Sequence[T], name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> list[T]:
         """`allgather` of several tensors at once."""
-        return self._tensors.with_gradient(
+        return self._differentiable(
             lambda values: self.grouped_allgather_async(values, name, process_set).wait(),
             lambda gradients: self._own_rows(tensors, gradients, gradient_name(name), process_set),
             list(tensors),
@@ -76,7 +76,7 @@ class Movements(OnTensors[T]):
             build = self._sent(root_rank)
             return [submit.at_once(self._one(Kind.BROADCAST, values[0], name, process_set, build))]
 
-        return self._tensors.with_gradient(forward, backward, [tensor])[0]
+        return self._differentiable(forward, backward, [tensor])[0]
 
     def broadcast_async(
         self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -133,7 +133,7 @@ class Movements(OnTensors[T]):
             ).wait()
             return [back[0] if received else back]
 
-        (rows,) = self._tensors.with_gradient(forward, backward, [tensor])
+        (rows,) = self._differentiable(forward, backward, [tensor])
         return (rows, received[0]) if received else rows
 
     def alltoall_async(

@@ -241,9 +241,7 @@ class Reductions(OnTensors[T]):
         """`forward` on compressed tensors, with `backward` as its gradient."""
         pairs = [_compressed(compression, tensor) for tensor in tensors]
         values, contexts = [small for small, _ in pairs], [context for _, context in pairs]
-        if any(isinstance(value, Exception) for value in values):
-            return forward(values)
-        results = self._tensors.with_gradient(forward, backward, values)
+        results = self._differentiable(forward, backward, values)
         return [compression.decompress(r, c) for r, c in zip(results, contexts, strict=True)]
 
     def _gathered_gradients(

@@ -59,6 +59,12 @@ class OnTensors(Generic[T]):
     def __init__(self, tensors: Tensors[T]) -> None:
         self._tensors = tensors
 
+    def _differentiable(self, forward: Map[T], backward: Map[T], tensors: list[T]) -> list[T]:
+        """`forward(tensors)`, with `backward` as its gradient; exceptions for tensors make it raise."""
+        if any(isinstance(tensor, Exception) for tensor in tensors):
+            return forward(tensors)
+        return self._tensors.with_gradient(forward, backward, tensors)
+
     def _options(self, tensor: T, name: str | None, process_set: ProcessSet) -> Options:
         return Options(name, process_set.number(), self._tensors.device(tensor))
 

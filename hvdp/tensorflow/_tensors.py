@@ -56,8 +56,6 @@ class _TensorFlow:
         return device_of(self._value(tensor))
 
     def with_gradient(self, forward: Map[Any], backward: Map[Any], tensors: list[Any]) -> list[Any]:
-        if any(isinstance(tensor, Exception) for tensor in tensors):
-            return forward(tensors)
         symbolic = is_symbolic(tensors)
 
         def run(*values: Any) -> Any:
