@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from hvdp.testing.scripts import Completed, run_script
-from hvdp.testing.warm import warm_ranks
+from hvdp.testing.warm import fast_worker, warm_ranks
 
 __all__ = ["RanksFailed", "run_ranks"]
 
@@ -44,8 +44,8 @@ def run_ranks(
         mpi: start the processes through `mpiexec`.
         env: variables on top of this process's own.
         timeout: seconds after which every rank's stacks are dumped and everything is killed.
-        warm: let ranks that an earlier call has started make it, each in a fresh child: that saves
-            importing torch. Not with `mpi`, nor where `env` has other variables than hvdp's.
+        warm: fork the ranks from a process that has torch imported and, without `mpi`, from ranks
+            that an earlier call has started. Not where `env` has other variables than hvdp's.
 
     Raises:
         RanksFailed: with every rank's traceback, stacks or exit, and what the job printed.
@@ -55,14 +55,16 @@ def run_ranks(
         with _by_value(fn):
             (folder / "call").write_bytes(cloudpickle.dumps((fn, args)))
         env = env or {}
-        if warm and not mpi and all(key.startswith(("HVDP_", "HOROVOD_")) for key in env):
+        warm = warm and all(key.startswith(("HVDP_", "HOROVOD_")) for key in env)
+        if warm and not mpi:
             done = warm_ranks(size).call(folder, timeout, env, timeout + _TO_END)
         else:
             done = run_script(
                 [
                     *(sys.executable, "-m", "hvdp.launch", "-np", str(size)),
                     *(["--mpi"] if mpi else []),
-                    *(sys.executable, "-m", "hvdp.testing.worker", name, str(timeout)),
+                    *(fast_worker() if warm else (sys.executable, "-m", "hvdp.testing.worker")),
+                    *(name, str(timeout)),
                 ],
                 env=env,
                 timeout=timeout + _TO_END,

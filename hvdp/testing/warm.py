@@ -1,17 +1,20 @@
-"""Ranks that stay: each call runs in a fresh child of every rank, which has its imports already.
+"""Ranks that start fast, and ranks that stay.
 
-Starting torch takes a process seconds, longer than most tests take. So the launcher starts the
-ranks once. For every call each of them forks, and the children are a job's ranks to each other.
+Starting torch takes a process seconds, longer than most tests take. So one zygote has it imported
+for all ranks of this process's jobs. Without MPI the launcher starts ranks once and for all: for
+every call each of them forks, and the children are a job's ranks to each other.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import selectors
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,9 +24,10 @@ from pathlib import Path
 
 import psutil
 
+from hvdp.testing import zygote
 from hvdp.testing.scripts import Completed, await_end
 
-__all__ = ["WarmRanks", "warm_processes", "warm_ranks"]
+__all__ = ["WarmRanks", "fast_worker", "warm_processes", "warm_ranks"]
 
 _PRELOADED = ("hvdp.torch", "torch._dynamo")
 _TO_START = 60.0
@@ -42,9 +46,15 @@ def warm_ranks(size: int) -> WarmRanks:
     return ranks
 
 
+def fast_worker() -> list[str]:
+    """The command, to be followed by its arguments, that does what `python -m hvdp.testing.worker` does."""
+    return _zygote().command
+
+
 def warm_processes() -> set[int]:
-    """The pids of all ranks that wait for calls, and of their launchers."""
-    return {pid for ranks in _kept.values() if ranks.alive for pid in ranks.pids}
+    """The pids of the zygote, of all ranks that wait for calls, and of their launchers."""
+    pids = {pid for ranks in _kept.values() if ranks.alive for pid in ranks.pids}
+    return pids | ({_zygote().pid} if _zygote.cache_info().currsize else set())
 
 
 def _environment() -> dict[str, str]:
@@ -55,6 +65,45 @@ def _environment() -> dict[str, str]:
 def _end_all() -> None:
     for ranks in _kept.values():
         ranks.end()
+    if _zygote.cache_info().currsize:
+        _zygote().end()
+
+
+class _Zygote:
+    """Has torch imported if this process has."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="zygote-")
+        address = os.path.join(self._folder, "socket")
+        self.command = [sys.executable, "-I", "-S", zygote.__file__, address]
+        preloaded = _PRELOADED if "torch" in sys.modules else ["hvdp"]
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "hvdp.testing.worker"),
+                    *("--zygote", str(listener.fileno()), *preloaded),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(listener.fileno(),),
+                # As the launcher does it: both are looked at only when a process starts.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@functools.cache
+def _zygote() -> _Zygote:
+    return _Zygote()
 
 
 class WarmRanks:
@@ -69,7 +118,6 @@ class WarmRanks:
         self.alive = True
         self._folder = Path(tempfile.mkdtemp(prefix="warm-ranks-"))
         self._printed = [self._folder / name for name in ("stdout", "stderr")]
-        preloaded = _PRELOADED if "torch" in sys.modules else ["hvdp"]
         address = str(self._folder / "socket")
         with (
             socket.socket(socket.AF_UNIX) as listener,
@@ -81,7 +129,7 @@ class WarmRanks:
             self._launcher = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "hvdp.launch", "-np", str(size)),
-                    *(sys.executable, "-m", "hvdp.testing.worker", "--warm", address, *preloaded),
+                    *(*fast_worker(), "--warm", address),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -99,6 +147,7 @@ class WarmRanks:
                 raise RuntimeError(f"{size} ranks did not start within {_TO_START:g} s") from None
         launcher = psutil.Process(self._launcher.pid)
         self.pids = {launcher.pid, *(process.pid for process in launcher.children(recursive=True))}
+        self.pids.update(map(_peer, self._ranks))
 
     def call(self, folder: Path, limit: float, env: Mapping[str, str], timeout: float) -> Completed:
         """Make the call that lies in `folder`, as `hvdp.testing.worker` does.
@@ -146,3 +195,10 @@ class WarmRanks:
             rank.close()
         await_end(self._launcher, 10)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _peer(link: socket.socket) -> int:
+    """The pid of the process at the other end."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", credentials)[0]
+    return pid

@@ -1,20 +1,19 @@
 """One rank of `run_ranks()`: `python -m hvdp.testing.worker FOLDER SECONDS`.
 
-`python -m hvdp.testing.worker --warm ADDRESS MODULE...` imports the modules and makes call after call, each
-in a child; the socket at ADDRESS tells of them, and is told when one has returned.
+`python -m hvdp.testing.worker --warm ADDRESS` makes call after call, each in a child; the socket at
+ADDRESS tells of them, and is told when one has returned. `python -m hvdp.testing.worker --zygote FD
+MODULE...` imports the modules and forks processes like this one for stand-ins (`zygote.py`).
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import gc
 import importlib
 import json
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
@@ -26,6 +25,7 @@ import cloudpickle
 
 from hvdp._core.config import environment
 from hvdp.launch.environments import detect
+from hvdp.testing import zygote
 
 __all__ = ["main", "serve"]
 
@@ -47,11 +47,8 @@ def main(folder: Path, seconds: float) -> None:
             faulthandler.dump_traceback_later(seconds, exit=True)
 
 
-def serve(address: str, *modules: str) -> None:
+def serve(address: str) -> None:
     """Make call after call, each in a child."""
-    for name in modules:
-        importlib.import_module(name)
-    gc.freeze()  # what is collected in no child is copied for none
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(address)
         for order in link.makefile("r"):
@@ -65,7 +62,7 @@ def serve(address: str, *modules: str) -> None:
             _, status = os.waitpid(child, 0)
             code = os.waitstatus_to_exitcode(status)
             if code:
-                _end_as(code)
+                zygote.end_as(code)
             link.sendall(b".")
 
 
@@ -81,22 +78,24 @@ def _end() -> NoReturn:
     os._exit(0)
 
 
-def _end_as(code: int) -> None:
-    """As the child that has failed, so that the launcher sees what it always sees."""
-    if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL has no handler
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    sys.exit(code)
-
-
 def _leave(folder: Path, rank: int, outcome: tuple[bool, Any]) -> None:
     (folder / f"result.{rank}").write_bytes(cloudpickle.dumps(outcome))
 
 
+def _become_zygote(listener: int, *modules: str) -> list[str]:
+    """Returns in each child, with its arguments."""
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()  # what is collected in no child is copied for none
+    return zygote.serve(socket.socket(fileno=listener))
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "--warm":
-        serve(*sys.argv[2:])
+    arguments = sys.argv[1:]
+    if arguments[0] == "--zygote":
+        arguments = _become_zygote(int(arguments[1]), *arguments[2:])
+    if arguments[0] == "--warm":
+        serve(arguments[1])
     else:
-        main(Path(sys.argv[1]), float(sys.argv[2]))
-        _end()
+        main(Path(arguments[0]), float(arguments[1]))
+    _end()
