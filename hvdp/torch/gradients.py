@@ -41,6 +41,7 @@ class TorchGradients:
         self._places: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
         self._contexts: list[Any] = [None] * len(parameters)
         self._reduced: dict[int, torch.Tensor] = {}
+        self._midway: dict[int, tuple[TensorWeakRef, int]] = {}
         # With their versions then: an optimizer leaves gradients as they are, who zeroes them does not.
         self._used: dict[int, tuple[TensorWeakRef, int]] = {}
 
@@ -113,6 +114,30 @@ class TorchGradients:
         if gradient._version != version or not values.any():
             self._reduced.pop(index, None)
             self._used.pop(index, None)
+
+    def remember(self, midway: bool) -> None:
+        """After a backward pass, with `midway` one that does not end a window: what `changed` compares."""
+        current = enumerate(parameter.grad for parameter in self.parameters) if midway else ()
+        self._midway = {i: (TensorWeakRef(g), g._version) for i, g in current if g is not None}
+
+    def changed(self) -> bool:
+        """Whether somebody has written to a gradient since."""
+        current = [(self.parameters[i].grad, *known) for i, known in self._midway.items()]
+        return any(g is not None and g is known() and g._version != v for g, known, v in current)
+
+    def dropped(self, index: int) -> bool:
+        """Whether all that the window's passes had made is gone; asked when one is ready in the next pass."""
+        others = [i for i in self._midway if i != index]
+        if not others:
+            return index in self._midway and self.parameters[index].grad is not self._midway[index][0]()
+        return all(self._is_gone(i) for i in others)
+
+    def _is_gone(self, index: int) -> bool:
+        gradient = self.parameters[index].grad
+        if gradient is None:
+            return True
+        values = gradient if gradient.layout is torch.strided else gradient._values()
+        return gradient._version != self._midway[index][1] and not values.any()
 
     def withdraw(self, index: int) -> None:
         self.parameters[index].grad = None

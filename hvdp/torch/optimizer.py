@@ -119,6 +119,7 @@ class _Distributed(torch.optim.Optimizer):
     _delta: DeltaAdasum | None
     _drift: DriftWatch
     _lost = ""
+    _told = False
     _scale: Callable[[torch.optim.Optimizer], None] | None = None
 
     def _attach(self, reducer: GradientReducer, store: TorchGradients) -> None:
@@ -137,7 +138,7 @@ class _Distributed(torch.optim.Optimizer):
         _take_over(self)
         hooks = []
         if self._delta is None:
-            watch = PassWatch(self._reducer)
+            watch = PassWatch(self._reducer, store)
             hooks = [hook_on(p, watch.hook(i)) for i, p in enumerate(store.parameters)]
             if not self._reducer.policy.repeatable:
                 hooks += [hook_on(p, _zeroes(store, i), before=True) for i, p in enumerate(store.parameters)]
@@ -152,6 +153,7 @@ class _Distributed(torch.optim.Optimizer):
         With Adasum it leaves it to the step whether to skip, so that the ranks can agree on it.
         """
         self._reducer.announce_step()
+        self._store.remember(False)  # it has divided the gradients, which is as good before they are averaged
         return self._delta is not None or vars(self).get("_step_supports_amp_scaling", False)
 
     def _require_parameters(self) -> None:
@@ -168,6 +170,7 @@ class _Distributed(torch.optim.Optimizer):
         self._require_parameters()
         if self._delta is None:
             self._reducer.before_step()
+            self._store.remember(False)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -256,6 +259,14 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         optimizer._delta.before_step(optimizer, optimizer._store.parameters)
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if optimizer._reducer.within_window and optimizer._store.changed() and not optimizer._told:
+        optimizer._told = True
+        _log.warning(
+            "rank %d changed gradients (by clipping?) that were not averaged over the ranks yet, after fewer "
+            "than the %d backward() calls of a step: call optimizer.synchronize() before that",
+            runtime.require("step").rank,
+            optimizer._reducer.passes_per_step,
+        )
     if closure is None:
         optimizer._reducer.before_step()
         return None

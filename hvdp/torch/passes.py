@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvdp.optimizer import GradientReducer
+from hvdp.torch.gradients import TorchGradients
 
 __all__ = ["PassWatch", "hook_on", "remove"]
 
@@ -15,8 +16,9 @@ __all__ = ["PassWatch", "hook_on", "remove"]
 class PassWatch:
     """Tells the reducer of ready gradients and of the end of each backward pass."""
 
-    def __init__(self, reducer: GradientReducer) -> None:
+    def __init__(self, reducer: GradientReducer, store: TorchGradients) -> None:
         self._reducer = reducer
+        self._store = store
         self._watched: set[int] = set()
         # When the last gradient became ready: a hook of the user's own may make the step during backward.
         self._steps = 0
@@ -26,18 +28,21 @@ class PassWatch:
             if parameter.grad is None:
                 return  # a hook of the user's own has stepped and zeroed it
             self._steps = self._reducer.steps
-            self._watch()
+            if self._watch() and self._reducer.within_window and self._store.dropped(index):
+                self._reducer.cleared()  # by the model's zero_grad(), which does not tell
             self._reducer.ready(index)
 
         return ready
 
-    def _watch(self) -> None:
-        """Be told when the backward that now runs has ended."""
+    def _watch(self) -> bool:
+        """Be told when the backward that now runs has ended; whether that is new."""
         # By its id, not by a flag: a backward that raised never reports its end.
         current = torch._C._current_graph_task_id()
-        if current not in self._watched:
-            self._watched.add(current)
-            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        if current in self._watched:
+            return False
+        self._watched.add(current)
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        return True
 
     def _ended(self) -> None:
         node: Any = torch._C._current_autograd_node()
@@ -45,6 +50,7 @@ class PassWatch:
             self._watched.clear()
             if self._steps == self._reducer.steps:
                 self._reducer.end_pass()
+                self._store.remember(self._reducer.within_window)
             return
         # A backward within another one's node, as a reentrant checkpoint runs it: the pass ends with
         # the outer one, which can be watched from the node that it comes to next.

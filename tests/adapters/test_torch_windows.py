@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -338,7 +339,31 @@ def options_that_differ() -> None:
             _sgd([a, b], **{option: other if odd else usual})
 
 
+def clipping_what_is_not_averaged_yet() -> None:
+    """After a tail of a window: a word, once; none where synchronize() came first or nothing was changed."""
+    rank, _, _ = _start()
+    a, b = _two()
+    optimizer = _sgd([a, b], backward_passes_per_step=2)
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hvdp").addHandler(handler)
+    for clips, synchronizes, told in ((False, False, 0), (True, True, 0), (True, False, 1), (True, False, 1)):
+        optimizer.zero_grad()
+        (a.sum() + b.sum()).backward()
+        if synchronizes:
+            optimizer.synchronize()
+        if clips:
+            nn.utils.clip_grad_norm_([a, b], 0.5)
+        optimizer.step()
+        assert len(texts) == told, texts
+    logging.getLogger("hvdp").removeHandler(handler)
+    assert texts[0].startswith(f"rank {rank} changed gradients (by clipping?)")
+    assert "fewer than the 2 backward() calls" in texts[0]
+
+
 CASES = [
+    clipping_what_is_not_averaged_yet,
     sums_are_not_summed_again,
     sums_are_used_twice,
     sums_are_zeroed_by_the_model,

@@ -70,25 +70,25 @@ def grad_scaler() -> None:
 
 def gradients_that_are_dropped() -> None:
     """zero_grad between backward and step, with the optimizer or the model: that batch never was."""
-    for passes in (1, 2):
-        for drop in ("optimizer", "model"):
+    for passes, drop, none in itertools.product((1, 2), ("optimizer", "model"), (True, False)):
 
-            def train(way: Way, passes: int = passes, drop: str = drop) -> list[Tensor]:
-                model = mlp()
-                optimizer = way.wrap(sgd(model), backward_passes_per_step=passes)
-                for step, (inputs, targets) in enumerate(batches()):
-                    optimizer.zero_grad()
-                    x, y = way.share(inputs), way.share(targets)
-                    if step % 2:
-                        F.mse_loss(model(x) + 1, y).backward()
-                        (optimizer if drop == "optimizer" else model).zero_grad(set_to_none=step == 1)
-                    if step != 3:
-                        for _ in range(passes):
-                            (F.mse_loss(model(x), y) / passes).backward()
-                    optimizer.step()
-                return list(model.parameters())
+        def train(way: Way, passes: int = passes, drop: str = drop, none: bool = none) -> list[Tensor]:
+            model = mlp()
+            optimizer = way.wrap(sgd(model), backward_passes_per_step=passes)
+            for step, (inputs, targets) in enumerate(batches()):
+                optimizer.zero_grad()
+                x, y = way.share(inputs), way.share(targets)
+                if step % 2:
+                    F.mse_loss(model(x) + 1, y).backward()
+                    (optimizer if drop == "optimizer" else model).zero_grad(set_to_none=none)
+                if step != 3:
+                    for _ in range(passes):
+                        (F.mse_loss(model(x), y) / passes).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            return list(model.parameters())
 
-            same(train)
+        same(train)
 
 
 def more_passes_than_agreed_and_fewer() -> None:
