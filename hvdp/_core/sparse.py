@@ -51,6 +51,9 @@ def finish(store: GradientStore, index: int, op: ReduceOp, handle: Handle) -> No
     if not counts.all_equal(*windows):
         raise MismatchError(wording.windows({}))
     if existing:
+        if values.dtype.itemsize == 2:
+            # Of 16-bit floats the sums are to be rounded, once.
+            values = values.astype(np.float32)
         if op is Average:
             values /= values.dtype.type(weights or 1.0)
         store.deliver_sparse(index, coordinates, values)

@@ -16,6 +16,16 @@ from hvdp.torch._arrays import as_array, as_tensor, device_of
 
 __all__ = ["sparse_allreduce_async"]
 
+# In which entries are added up and divided, before they are rounded once; integers and bools in int64.
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float64,
+    torch.float64: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex128: torch.complex128,
+}
+
 
 def sparse_allreduce_async(
     tensor: torch.Tensor,
@@ -36,7 +46,7 @@ def sparse_allreduce_async(
         MismatchError: likewise: the ranks' shapes, dtypes or numbers of sparse dimensions differ.
     """
     options = [
-        Options(f"{name}{what}" if name else None, process_set.number(), device_of(tensor))
+        Options(f"{name}{what}" if name is not None else None, process_set.number(), device_of(tensor))
         for what in ("", ".indices", ".values", ".ranks")
     ]
     try:
@@ -46,6 +56,8 @@ def sparse_allreduce_async(
                 "sparse_allreduce_async takes a sparse COO tensor and op Average or Sum. "
                 f"Received: {getattr(tensor, 'layout', type(tensor).__name__)}, op {resolved.name}"
             )
+        if resolved is Average and tensor.dtype is torch.bool:
+            raise InvalidArgumentError("op Average has no meaning for dtype bool; cast the tensor first")
     except InvalidArgumentError as fault:
         # Told to all ranks, so that none waits for this one.
         return submit.grouped([submit.faulty(Kind.ALLGATHER, each, str(fault)) for each in options])
@@ -61,7 +73,14 @@ def sparse_allreduce_async(
     def finish(results: list[Array]) -> torch.Tensor:
         _, *gathered, (ranks,) = results
         indices, values = (as_tensor(array).to(tensor.device) for array in gathered)
-        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
-        return total / int(ranks) if resolved is Average else total
+        wide = values.to(_WIDER.get(values.dtype, torch.int64))
+        total = torch.sparse_coo_tensor(indices.t(), wide, tensor.shape, check_invariants=False).coalesce()
+        sums = total.values()
+        if resolved is Average:
+            exact = sums.is_floating_point() or sums.is_complex()
+            sums = torch.div(sums, int(ranks), rounding_mode=None if exact else "floor")
+        return torch.sparse_coo_tensor(
+            total.indices(), sums.to(tensor.dtype), tensor.shape, check_invariants=False, is_coalesced=True
+        )
 
     return submit.grouped(operations).then(finish)
