@@ -105,6 +105,7 @@ class Coordinator:
         self._next_set = 1
         self._numbers = _Numbers(capacity)
         self._pending: dict[tuple[int, str], _Pending] = {}
+        self._refused: dict[tuple[int, str], dict[int, str]] = {}
         self._gone: dict[int, str] = {}
         self._joined: dict[int, Submission] = {}
         self._clock = clock
@@ -125,8 +126,10 @@ class Coordinator:
         if not members:
             error = f"process set {signature.process_set} has been removed; add it again before using it"
             return [Verdict((rank,), signature, error=error, invalid=True)]
-        crossed = self._crossed(rank, signature)
         key = (signature.process_set, signature.name)
+        if error := self._refused.get(key, {}).pop(rank, ""):
+            return [Verdict((rank,), signature, error=error)]
+        crossed = self._crossed(rank, signature)
         pending = self._pending.setdefault(key, _Pending(self._clock()))
         pending.by_rank[rank] = submission
         if crossed is not None:
@@ -134,9 +137,10 @@ class Coordinator:
         return self._decide_if_complete(key)
 
     def untouched(self, signature: Signature) -> bool:
-        """Whether every rank is here, and none has submitted this yet."""
+        """Whether every rank is here, and none has submitted this yet or is to be refused."""
         key = (signature.process_set, signature.name)
-        return not self._joined and not self._gone and key not in self._pending
+        touched = key in self._pending or self._refused.get(key)
+        return not (self._joined or self._gone or touched)
 
     def leave(self, rank: int, reason: str) -> list[Verdict]:
         """A rank will submit nothing more: what waits for it fails at once."""
@@ -178,6 +182,7 @@ class Coordinator:
         everybody = self._members[0]
         if len(self._joined) == len(everybody):
             self._joined = {}
+            self._refused.clear()
             verdicts.append(Verdict(everybody, submission.signature, extras=((rank,),) * len(everybody)))
         return verdicts
 
@@ -186,11 +191,13 @@ class Coordinator:
         if signature.once:
             return None
         members = self._members[signature.process_set]
+        own = self._pending.get((signature.process_set, signature.name))
+        here = own.by_rank if own is not None else {}
         for (other_set, name), pending in self._pending.items():
             if name == signature.name and other_set != signature.process_set:
                 others = self._members.get(other_set, ())
                 waits_for_us = rank in others and rank not in pending.by_rank
-                if waits_for_us and any(r in members for r in pending.by_rank):
+                if waits_for_us and any(r in members and r not in here for r in pending.by_rank):
                     return other_set, name
         return None
 
@@ -198,6 +205,11 @@ class Coordinator:
         pendings = [self._pending.pop(key) for key in keys]
         sets = [(self._members[key[0]], pending.by_rank) for key, pending in zip(keys, pendings, strict=True)]
         error = wording.crossed(keys[0][1], [(members, list(by_rank)) for members, by_rank in sets])
+        told = {rank for _, by_rank in sets for rank in by_rank}
+        for key, (members, _) in zip(keys, sets, strict=True):
+            # Members who come later wait for nobody.
+            late = [rank for rank in members if rank not in told and rank not in self._joined]
+            self._refused.setdefault(key, {}).update(dict.fromkeys(late, error))
         return [
             Verdict(tuple(by_rank), next(iter(by_rank.values())).signature, error=error)
             for _, by_rank in sets

@@ -121,15 +121,19 @@ def removed() -> None:
 
 
 def one_name_in_two_sets() -> None:
-    """Each waits for the other: an error on both, and the name is free again."""
+    """Each waits for the other: an error on both and on those who come later; the name is free again."""
     rank, size = _start()
     small, large = hvd.add_process_set([0, 1]), hvd.add_process_set([0, 1, 2])
-    if rank < 2:
+    if rank == 2:
+        hvd.barrier()
+    if rank < 3:
         with pytest.raises(MismatchError) as caught:
             hvd.allreduce(1.0, name="crossed", process_set=small if rank == 0 else large)
         assert "'crossed' was submitted in different process sets" in str(caught.value)
         assert "by rank 0 in the one of ranks 0, 1" in str(caught.value)
         assert "by rank 1 in the one of ranks 0, 1, 2" in str(caught.value)
+    if rank != 2:
+        hvd.barrier()
     hvd.barrier()
     assert hvd.allreduce(1.0, op=hvd.Sum, name="crossed") == size
     if rank < 2:
