@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from hvdp._core.objects import allgather_object
 from hvdp._core.operations import AddProcessSet, RemoveProcessSet
 from hvdp._core.runtime import runtime
@@ -31,9 +33,9 @@ class ProcessSet:
         self._ranks: list[int] | None = None
         if isinstance(ranks_or_comm, Iterable):
             ranks = list(ranks_or_comm)
-            if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
+            if any(not isinstance(rank, int | np.integer) or isinstance(rank, bool) for rank in ranks):
                 raise InvalidArgumentError(f"a process set is made of rank numbers. Received: {ranks!r}")
-            self._ranks = sorted(ranks)
+            self._ranks = sorted(map(int, ranks))
         elif hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             self._ranks = _world_ranks(ranks_or_comm)

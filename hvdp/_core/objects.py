@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvdp._core import submit
+from hvdp._core import submit, wording
 from hvdp._core.arrays import Array
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
@@ -74,4 +74,5 @@ def _pickled(obj: Any) -> tuple[bytes, bytes]:
         return cloudpickle.dumps(obj), b""
     except Exception as error:  # noqa: BLE001 - __reduce__ may raise anything
         rank = runtime.require("pickle").rank
-        return b"", f"the object of rank {rank} cannot be pickled: {type(obj).__name__}: {error}".encode()
+        kind, words = type(obj).__name__, wording.exception(error)
+        return b"", f"the object of rank {rank}, a {kind}, cannot be pickled: {words}".encode()

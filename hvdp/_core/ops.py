@@ -40,6 +40,16 @@ class ReduceOp(IntEnum):
             return cls.check(op)
         return cls.Sum if average is False else cls.Average
 
+    @classmethod
+    def linear(cls, average: bool | None, op: Any) -> ReduceOp:
+        """As `resolve`, if the op has a gradient, or raise InvalidArgumentError."""
+        resolved = cls.resolve(average, op)
+        if resolved not in (cls.Average, cls.Sum):
+            raise InvalidArgumentError(
+                f"op {resolved.name} has no gradient; detach the tensor, or use Average or Sum"
+            )
+        return resolved
+
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
 

@@ -62,7 +62,7 @@ class Options(NamedTuple):
 
     def numbered(self, index: int) -> Options:
         """For one tensor of a group."""
-        return self._replace(name=f"{self.name}.{index}") if self.name else self
+        return self._replace(name=f"{self.name}.{index}") if self.name is not None else self
 
 
 def allreduce(

@@ -7,7 +7,17 @@ from typing import Any
 
 from hvdp._core.ops import Signature
 
-__all__ = ["absent", "crossed", "farewell", "gone", "invalid", "mismatch", "ranks_text", "windows"]
+__all__ = [
+    "absent",
+    "crossed",
+    "exception",
+    "farewell",
+    "gone",
+    "invalid",
+    "mismatch",
+    "ranks_text",
+    "windows",
+]
 
 _SHOWN = 8
 
@@ -16,6 +26,15 @@ def ranks_text(ranks: Sequence[int]) -> str:
     """ "rank 3", or "ranks 0, 1, 2"."""
     shown = ", ".join(str(rank) for rank in ranks[:_SHOWN]) + (", ..." if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def exception(error: Exception) -> str:
+    """Its kind and words, in letters that can be sent; whatever its own `__str__` may do."""
+    try:
+        words = str(error)
+    except Exception:  # noqa: BLE001 - the user's own code
+        words = "(it has no text)"
+    return f"{type(error).__name__}: {words}".encode(errors="backslashreplace").decode()
 
 
 def farewell(rank: int, how: str) -> str:

@@ -9,8 +9,9 @@ their order on each rank. See docs/collectives.md.
 
 from hvdp.collectives.movements import Movements
 from hvdp.collectives.objects import allgather_object, barrier, broadcast_object, join, poll, synchronize
-from hvdp.collectives.reductions import Reductions, no_compression
-from hvdp.collectives.tensors import Map, T, Tensors
+from hvdp.collectives.reductions import Reductions
+from hvdp.collectives.scatters import Scatters
+from hvdp.collectives.tensors import Map, T, Tensors, no_compression
 
 __all__ = [
     "Collectives",
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 
-class Collectives(Reductions[T], Movements[T]):
+class Collectives(Reductions[T], Scatters[T], Movements[T]):
     """The collectives on one framework's tensors.
 
     Functions ending in `_` work in place and return their argument. Those with `_async`

@@ -195,14 +195,14 @@ class Movements(OnTensors[T]):
     ) -> list[T]:
         """The gradient of allgather: this rank's rows of the sum of all ranks' gradients."""
         shapes = [self._tensors.shared(tensor).shape for tensor in tensors]
-        rows = objects.allgather_object(
-            [shape[0] if shape else 1 for shape in shapes], None, process_set.number()
-        )
+        rows = [shape[0] if shape else 1 for shape in shapes]
         own = process_set.rank()
+        # With their ranks: those that have joined have no rows, and say nothing.
+        of_all = objects.allgather_object((own, rows), None, process_set.number())
         results = []
         for index, total in enumerate(self._summed(gradients, name, process_set)):
-            start = sum(counts[index] for counts in rows[:own])
-            mine = total[start : start + rows[own][index]].reshape(shapes[index])
+            start = sum(theirs[index] for rank, theirs in of_all if rank < own)
+            mine = total[start : start + rows[index]].reshape(shapes[index])
             results.append(self._tensors.made(mine, gradients[index]))
         return results
 

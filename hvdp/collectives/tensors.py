@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from hvdp._core import submit
+from hvdp._core import submit, wording
 from hvdp._core.arrays import Array
+from hvdp._core.compression import Compressor, NoCompressor
 from hvdp._core.operation import Operation
 from hvdp._core.ops import Kind
 from hvdp._core.submit import Options
 from hvdp.errors import HvdpError, InvalidArgumentError
 from hvdp.process_sets import ProcessSet
 
-__all__ = ["Build", "Map", "OnTensors", "T", "Tensors", "gradient_name"]
+__all__ = ["Build", "Map", "OnTensors", "T", "Tensors", "gradient_name", "no_compression"]
+
+no_compression = NoCompressor()
 
 T = TypeVar("T")
 Map = Callable[[list[T]], list[T]]
@@ -65,6 +68,15 @@ class OnTensors(Generic[T]):
             return forward(tensors)
         return self._tensors.with_gradient(forward, backward, tensors)
 
+    def _through(
+        self, compression: Compressor, tensors: Sequence[T], forward: Map[T], backward: Map[T]
+    ) -> list[T]:
+        """`forward` on compressed tensors, with `backward` as its gradient."""
+        pairs = [_compressed(compression, tensor) for tensor in tensors]
+        values, contexts = [small for small, _ in pairs], [context for _, context in pairs]
+        results = self._differentiable(forward, backward, values)
+        return [compression.decompress(r, c) for r, c in zip(results, contexts, strict=True)]
+
     def _options(self, tensor: T, name: str | None, process_set: ProcessSet) -> Options:
         return Options(name, process_set.number(), self._tensors.device(tensor))
 
@@ -109,8 +121,19 @@ class OnTensors(Generic[T]):
         except HvdpError:
             raise
         except Exception as error:  # noqa: BLE001 - NumPy's and the frameworks' word on rubbish
-            fault = f"{type(error).__name__}: {error}"
+            fault = wording.exception(error)
         return submit.faulty(kind, options, fault)
+
+
+def _compressed(compression: Compressor, tensor: Any) -> tuple[Any, Any]:
+    """What the compressor makes of the tensor; an exception in its place is told to every rank."""
+    if isinstance(tensor, Exception):
+        return tensor, None
+    try:
+        small, context = compression.compress(tensor)
+    except Exception as error:  # noqa: BLE001 - users write their own
+        return error, None
+    return small, context
 
 
 def gradient_name(name: str | None) -> str | None:

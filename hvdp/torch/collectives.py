@@ -9,6 +9,7 @@ import torch
 from hvdp._core.arrays import Array
 from hvdp._core.compression import CastCompressor
 from hvdp.collectives import Collectives, Map, no_compression
+from hvdp.errors import InvalidArgumentError
 from hvdp.torch._arrays import as_array, as_tensor, device_of, workspace, write_back
 
 __all__ = ["Compression", "collectives"]
@@ -22,7 +23,13 @@ class _Torch:
         return as_array(workspace(tensor, copy=False))
 
     def writable(self, tensor: torch.Tensor) -> Array:
-        return as_array(workspace(tensor, copy=False))
+        array = as_array(workspace(tensor, copy=False))
+        if any(length > 1 and not step for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise InvalidArgumentError(
+                "an expanded tensor has fewer values than elements and cannot be written; clone() it first. "
+                f"Received: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
+        return array
 
     def made(self, array: Array, like: torch.Tensor) -> torch.Tensor:
         return as_tensor(array).to(like.device)

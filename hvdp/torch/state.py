@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hvdp._core import wording
 from hvdp._core.agreement import check_same_parameters
 from hvdp._core.buckets import ParameterSpec
 from hvdp._core.objects import broadcast_object
@@ -124,7 +125,7 @@ def broadcast_optimizer_state(
             common = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
             outline = (own, options, states, _outline(common, None, tensors))
         except Exception as error:  # noqa: BLE001 - state may be of any class
-            fault = f"{type(error).__name__}: {error}"
+            fault = wording.exception(error)
     label = f"optimizer_state.{runtime.serial('optimizer_state')}"
     outline = broadcast_object(outline, root_rank, f"{label}.outline")
     if outline is not None and not is_root and own == outline[0]:
@@ -134,7 +135,7 @@ def broadcast_optimizer_state(
             states = [_fill(state, p, tensors) for state, p in zip(states, parameters, strict=True)]
             common = _fill(common, None, tensors)
         except Exception as error:  # noqa: BLE001 - likewise, or there is no memory
-            fault = f"{type(error).__name__}: {error}"
+            fault = wording.exception(error)
     check_same_parameters(
         "broadcast_optimizer_state",
         [ParameterSpec(f"group {i}", (count,), "parameters", 0) for i, count in enumerate(own)],

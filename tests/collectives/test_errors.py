@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable
@@ -22,9 +23,17 @@ AT_ONCE = 10.0  # seconds; the stall report would come after 60, a lost rank's a
 Call = Callable[[bool], Any]
 
 
+class _Wordless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
 class _Unpicklable:
+    def __init__(self, fault: Exception | None = None) -> None:
+        self._fault = fault or RuntimeError("not for others")
+
     def __reduce__(self) -> Any:
-        raise RuntimeError("not for others")
+        raise self._fault
 
 
 class _Refuses:
@@ -108,7 +117,8 @@ def _disagreements(hvd: Any) -> dict[str, tuple[Call, str]]:
 
 def _faults(hvd: Any) -> dict[str, tuple[Call, str]]:
     """Calls that are wrong on the last rank alone, and what must be said."""
-    zeros = np.zeros if hvd is hvdp else torch.zeros
+    lib = np if hvd is hvdp else torch
+    zeros = lib.zeros
     size = hvd.size()
     rows = zeros(2 * size)
     even = [2] * size
@@ -133,6 +143,10 @@ def _faults(hvd: Any) -> dict[str, tuple[Call, str]]:
         ),
         "text": (lambda odd: hvd.alltoall(rows, "even" if odd else even, name="x"), "integers"),
         "none": (lambda odd: hvd.alltoall(zeros(size + odd), name="x"), "must divide by"),
+        "expanded": (
+            lambda odd: hvd.allreduce_(lib.broadcast_to(zeros(1), (4,)) if odd else zeros(4), name="x"),
+            "a read-only array" if hvd is hvdp else "an expanded tensor",
+        ),
         "scalar": (lambda odd: hvd.reducescatter(zeros(() if odd else 3), name="x"), "a scalar"),
         "op": (lambda odd: hvd.allreduce(rows, op=17 if odd else hvd.Sum, name="x"), "Received: 17"),
         "op's type": (lambda odd: hvd.allreduce(rows, op="Sum" if odd else 1, name="x"), "Received: 'Sum'"),
@@ -148,6 +162,15 @@ def _faults(hvd: Any) -> dict[str, tuple[Call, str]]:
         "no name": (lambda odd: hvd.allreduce(None if odd else rows), ""),
         "object": (lambda odd: hvd.allgather_object(_Unpicklable() if odd else 1), "not for others"),
         "sent": (lambda odd: hvd.broadcast_object(_Unpicklable(), root_rank=size - 1), "not for others"),
+        "words": (
+            lambda odd: hvd.allgather_object(_Unpicklable(OSError("no \udcff")) if odd else 1),
+            "no \\udcff",
+        ),
+        "no words": (
+            lambda odd: hvd.broadcast_object(_Unpicklable(_Wordless()), root_rank=size - 1),
+            "_Wordless: (it has no text)",
+        ),
+        "no number": (lambda odd: hvd.allreduce(rows, postscale_factor=math.nan, name="x"), "factor nan"),
         "object's root": (lambda odd: hvd.broadcast_object(1, root_rank="a" if odd else 0), "Received: 'a'"),
         "compressed": (lambda odd: _compressed(hvd, [[1], [1, 2]] if odd else rows), "Error: "),
         "own compressor": (

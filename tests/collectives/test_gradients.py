@@ -169,7 +169,57 @@ def sparse() -> None:
     assert found.to_dense().sum() == 6.0 * size
 
 
-CASES = [reductions, rows, scattered_rows, process_sets, like_one_process, without, sparse]
+def sparse_as_dense() -> None:
+    """Entries are averaged, rounded and bounded by the rules of dense values."""
+    rank, size, _ = _place()
+    for first, others, dtype, op, wanted in (
+        (1, 2, torch.int64, hvd.Average, (2 * size - 1) // size),
+        (-1, -2, torch.int8, hvd.Average, (1 - 2 * size) // size),
+        (200, 200, torch.uint8, hvd.Average, 200),
+        (True, True, torch.bool, hvd.Sum, True),
+        (40000.0, 40000.0, torch.float16, hvd.Average, 40000.0),
+        (2048.0, 1.0, torch.float16, hvd.Sum, torch.tensor(2047.0 + size).half().item()),
+        (256.0, 1.0, torch.bfloat16, hvd.Sum, torch.tensor(255.0 + size).bfloat16().item()),
+        (3e38, 3e38, torch.float32, hvd.Average, torch.tensor(3e38).item()),
+        (1 + 1j, 1j, torch.complex64, hvd.Sum, 1 + size * 1j),
+    ):
+        mine = torch.sparse_coo_tensor([[1]], torch.tensor([others if rank else first], dtype=dtype), (2,))
+        found = hvd.sparse_allreduce_async(mine, "sparse", op).wait()
+        assert found.dtype is dtype
+        assert found.is_coalesced()
+        assert found.to_dense().tolist() == [0, wanted]
+    flag = torch.sparse_coo_tensor([[1]], torch.tensor([True]), (2,))
+    with pytest.raises(InvalidArgumentError, match="op Average has no meaning for dtype bool"):
+        hvd.sparse_allreduce_async(flag, "sparse", hvd.Average).wait()
+
+
+def beside_a_joined_rank() -> None:
+    """Its rows are not there, and nobody's loss has its share."""
+    rank, size, total = _place()
+    if rank:
+        start, rows = rank * (rank + 1) // 2 - 1, total - 1
+        weight = torch.arange(float(rows)).reshape(-1, 1)
+        for gather in (hvd.allgather, lambda x: hvd.grouped_allgather([x])[0]):
+            found = _gradient(gather, torch.ones(rank + 1, 2), weight)
+            _is(found, weight[start : start + rank + 1] * (size - 1))
+        owner = torch.arange(float(size)).reshape(-1, 1)
+        for op, divisor in ((hvd.Sum, 1), (hvd.Average, size - 1)):
+            found = _gradient(lambda x, op=op: hvd.reducescatter(x, op=op), torch.ones(size, 2), rank + 1.0)
+            _is(found, (owner + 1) * (owner > 0) / divisor)
+    hvd.join()
+
+
+CASES = [
+    reductions,
+    rows,
+    scattered_rows,
+    process_sets,
+    like_one_process,
+    without,
+    sparse,
+    sparse_as_dense,
+    beside_a_joined_rank,
+]
 
 
 def _run_all() -> None:

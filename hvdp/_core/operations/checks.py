@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ def reduction_fault(dtype: str, reduction: Reduction) -> str:
     if dtype == "bool" and (reduction.prescale != 1.0 or reduction.postscale != 1.0):
         return (
             "scale factors have no meaning for dtype bool; cast the tensor first. "
+            f"Received: prescale_factor {reduction.prescale}, postscale_factor {reduction.postscale}"
+        )
+    if math.isnan(reduction.prescale) or math.isnan(reduction.postscale):
+        return (
+            "scale factors must be numbers. "
             f"Received: prescale_factor {reduction.prescale}, postscale_factor {reduction.postscale}"
         )
     return ""

@@ -15,7 +15,12 @@ from hvdp._core.ops import Adasum, Kind, ReduceOp, Reduction, Signature
 from hvdp._core.process_sets import Group
 from hvdp.transports.base import Transport
 
-__all__ = ["Reducescatter"]
+__all__ = ["Reducescatter", "shares"]
+
+
+def shares(rows: int, members: int) -> list[int]:
+    """How many rows each member gets."""
+    return [rows // members + (index < rows % members) for index in range(members)]
 
 
 class Reducescatter(Operation):
@@ -49,10 +54,10 @@ class Reducescatter(Operation):
 
     def execute(self, transport: Transport, group: Group, terms: Terms) -> Array:
         rows, *rest = self.data.shape
-        shares = [rows // group.size + (index < rows % group.size) for index in range(group.size)]
-        out = np.empty((shares[group.index], *rest), self.data.dtype)
+        parts = shares(rows, group.size)
+        out = np.empty((parts[group.index], *rest), self.data.dtype)
         if self.data.size:
-            counts = [share * math.prod(rest) for share in shares]
+            counts = [part * math.prod(rest) for part in parts]
             reduction = self.reduction.over(group.ranks, terms.absent)
             transport.reducescatter(group, self.data.reshape(-1), out.reshape(-1), counts, reduction)
         return out
