@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from typing import Any
 
@@ -168,8 +167,7 @@ def _run_all() -> None:
     two_classes()
     in_another_order()
     stand_in()
-    if importlib.util.find_spec("torchmetrics"):
-        real()
+    real()
 
 
 @pytest.mark.parametrize("world", worlds(shm=(2, 3)), ids=str)
