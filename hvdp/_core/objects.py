@@ -75,4 +75,4 @@ def _pickled(obj: Any) -> tuple[bytes, bytes]:
     except Exception as error:  # noqa: BLE001 - __reduce__ may raise anything
         rank = runtime.require("pickle").rank
         kind, words = type(obj).__name__, wording.exception(error)
-        return b"", f"the object of rank {rank}, a {kind}, cannot be pickled: {words}".encode()
+        return b"", f"the object of rank {rank} cannot be pickled: {kind}: {words}".encode()

@@ -23,6 +23,8 @@ class ReduceOp(IntEnum):
     @classmethod
     def check(cls, op: Any) -> ReduceOp:
         """Return `op` as a ReduceOp, or raise InvalidArgumentError."""
+        if type(op) is cls:
+            return op
         try:
             return cls(op)
         except ValueError:

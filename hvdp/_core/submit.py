@@ -162,7 +162,7 @@ def grouped(operations: Sequence[Operation]) -> GroupHandle:
 
 
 def _engine(kind: Kind) -> Engine:
-    return runtime.require(kind.value)
+    return runtime.engine or runtime.require(kind.value)
 
 
 def _signature(kind: Kind, data: Array, options: Options, **fields: Any) -> Signature:

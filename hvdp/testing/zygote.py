@@ -66,6 +66,9 @@ def serve(listener: socket.socket) -> list[str]:
                 continue
             link, _ = listener.accept()
             order, fds = _receive(link)
+            if not order:
+                link.close()  # killed before it had said all
+                continue
             child = os.fork()
             if child == 0:
                 waiting.close()
@@ -82,11 +85,17 @@ def serve(listener: socket.socket) -> list[str]:
 
 
 def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
-    head, fds, _, _ = socket.recv_fds(link, _LENGTH.size, _MOST_FDS)
-    order = bytearray()
-    while len(order) < _LENGTH.unpack(head)[0]:
-        order += link.recv(1 << 16)
-    return bytes(order), fds
+    with contextlib.suppress(OSError):
+        head, fds, _, _ = socket.recv_fds(link, _LENGTH.size, _MOST_FDS)
+        order, more = bytearray(), head
+        while more and len(order) < _LENGTH.unpack(head)[0]:
+            more = link.recv(1 << 16)
+            order += more
+        if more:
+            return bytes(order), fds
+        for fd in fds:
+            os.close(fd)
+    return b"", []
 
 
 def _become(order: bytes, fds: list[int]) -> list[str]:
