@@ -221,7 +221,25 @@ class Coordinator:
         if any(rank not in submitted and rank not in self._joined for rank in members):
             return []
         del self._pending[key]
-        return [self._decide(members, submitted)]
+        verdict = self._decide(members, submitted)
+        return [verdict, *(self._refuse_rest(key, submitted, verdict.error) if verdict.error else ())]
+
+    def _refuse_rest(
+        self, key: tuple[int, str], submitted: dict[int, Submission], error: str
+    ) -> list[Verdict]:
+        """Of grouped calls with different numbers of tensors: those that some ranks do not have."""
+        process_set, name = key
+        sizes = {rank: submission.signature.group_size for rank, submission in submitted.items()}
+        verdicts = []
+        for index in range(min(sizes.values()), max(sizes.values()) if name.endswith(".0") else 0):
+            rest = process_set, f"{name.removesuffix('0')}{index}"
+            waiting = self._pending.pop(rest, _Pending(0)).by_rank
+            if waiting:
+                signature = next(iter(waiting.values())).signature
+                verdicts.append(Verdict(tuple(waiting), signature, error=error))
+            late = [rank for rank, size in sizes.items() if size > index and rank not in waiting]
+            self._refused.setdefault(rest, {}).update(dict.fromkeys(late, error))
+        return verdicts
 
     def _decide(self, members: tuple[int, ...], submitted: dict[int, Submission]) -> Verdict:
         present = tuple(rank for rank in members if rank in submitted)

@@ -102,6 +102,7 @@ class Signature(NamedTuple):
     Attributes:
         shape: as submitted; for an allgather without its first dimension, which may differ.
         once: the name will not come again (made up for an unnamed call), so no number is kept.
+        group_size: tensors in the call, of which this is one; their names end in ".0", ".1", ...
     """
 
     kind: Kind
@@ -115,6 +116,7 @@ class Signature(NamedTuple):
     postscale_factor: float = 1.0
     device: str = "cpu"
     once: bool = False
+    group_size: int = 1
 
     def differences(self, other: Signature) -> list[str]:
         """Names of the fields in which two signatures differ."""

@@ -53,16 +53,24 @@ class Options(NamedTuple):
         name: None makes one up, by the order of such calls.
         once: the name will not come again, so it need not be remembered.
         device: where the caller's tensor lives; compared between the ranks.
+        group_size: tensors in a grouped call.
     """
 
     name: str | None = None
     process_set: int = 0
     device: str = "cpu"
     once: bool = False
+    group_size: int = 1
 
     def numbered(self, index: int) -> Options:
         """For one tensor of a group."""
         return self._replace(name=f"{self.name}.{index}") if self.name is not None else self
+
+    def named(self, kind: Kind) -> Options:
+        """With a name, where there is none one by the order of such calls."""
+        if self.name is not None:
+            return self
+        return self._replace(name=_engine(kind).unnamed(kind.value, self.process_set), once=True)
 
 
 def allreduce(
@@ -166,12 +174,16 @@ def _engine(kind: Kind) -> Engine:
 
 
 def _signature(kind: Kind, data: Array, options: Options, **fields: Any) -> Signature:
-    engine = _engine(kind)
-    engine.group(options.process_set)
-    name, process_set, device, once = options
-    if name is None:
-        name, once = engine.unnamed(kind.value, process_set), True
+    _engine(kind).group(options.process_set)
+    name, process_set, device, once, group_size = options.named(kind)
     fields.setdefault("shape", data.shape)
     return Signature(
-        kind, str(name), process_set, dtype_label(data.dtype), device=device, once=once, **fields
+        kind,
+        str(name),
+        process_set,
+        dtype_label(data.dtype),
+        device=device,
+        once=once,
+        group_size=group_size,
+        **fields,
     )

@@ -89,8 +89,11 @@ class OnTensors(Generic[T]):
         build: Build[T],
     ) -> list[Operation]:
         """An operation for each tensor of a group, under a name of its own."""
+        group = Options(name, process_set.number(), group_size=len(tensors)).named(kind)
         return [
-            self._described(kind, tensor, self._options(tensor, name, process_set).numbered(index), build)
+            self._described(
+                kind, tensor, group._replace(device=self._tensors.device(tensor)).numbered(index), build
+            )
             for index, tensor in enumerate(tensors)
         ]
 

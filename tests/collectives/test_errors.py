@@ -96,6 +96,14 @@ def _disagreements(hvd: Any) -> dict[str, tuple[Call, str]]:
             lambda odd: hvd.grouped_allreduce([zeros(2), zeros(3 + odd)], name="group"),
             "allreduce 'group.1': shape is (3,) {} (4,) {}",
         ),
+        "more": (
+            lambda odd: hvd.grouped_allreduce([zeros(2)] * (2 + 2 * odd), name="more"),
+            "allreduce 'more.0': group_size is 2 {} 4 {}",
+        ),
+        "allgather.": (
+            lambda odd: hvd.grouped_allgather([zeros(2)] * (3 - 2 * odd)),
+            "group_size is 3 {} 1 {}",
+        ),
         "number of dimensions": (
             lambda odd: hvd.alltoall(zeros(hvd.size(), *[1] * odd), name="number of dimensions"),
             "shape is () {} (1,) {}",

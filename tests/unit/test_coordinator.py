@@ -46,6 +46,25 @@ def test_every_name_is_decided_once_and_in_the_order_of_completion(size: int, na
         )
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_tensors_that_some_ranks_alone_have_in_a_group_are_refused(early: bool) -> None:
+    coordinator = Coordinator(3, 10)
+    short, long = (
+        [SUM._replace(name=f"a.{index}", group_size=size) for index in range(size)] for size in (1, 3)
+    )
+    for signature in long if early else long[:1]:
+        assert coordinator.submit(1, Submission(signature)) == []
+    assert coordinator.submit(0, Submission(short[0])) == []
+    verdicts = coordinator.submit(2, Submission(long[0]))
+    for rank, signature in ((1, long[1]), (1, long[2]), (2, long[1]), (2, long[2])):
+        if rank == 2 or not early:
+            verdicts += coordinator.submit(rank, Submission(signature))
+    told = sorted((rank, verdict.signature.name) for verdict in verdicts for rank in verdict.members)
+    assert told == [(rank, f"a.{i}") for rank in range(3) for i in range(3 if rank else 1)]
+    assert all("group_size is 1 on rank 0, 3 on ranks 1, 2" in verdict.error for verdict in verdicts)
+    assert not _submit(coordinator, dict.fromkeys((0, 1, 2), long[2])).error
+
+
 def test_a_signature_keeps_its_number() -> None:
     coordinator = Coordinator(2, 2)
     seen = [_submit(coordinator, dict.fromkeys((0, 1), SUM)) for _ in range(3)]
