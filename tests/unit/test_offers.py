@@ -67,9 +67,13 @@ def _sum(name: str, process_set: hvd.ProcessSet | None = None) -> None:
 
 
 def _one_after_the_other() -> int:
+    """How often, in as many calls as it takes: on a machine at work ranks seldom come together."""
     _, outcomes = _control()
-    for _ in range(300):
-        _sum("again")
+    for _ in range(60):
+        for _ in range(50):
+            _sum("again")
+        if min(hvd.allgather_object(outcomes[True])):
+            break
     return outcomes[True]
 
 
