@@ -24,7 +24,8 @@ class _Torch:
 
     def writable(self, tensor: torch.Tensor) -> Array:
         array = as_array(workspace(tensor, copy=False))
-        if any(length > 1 and not step for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        repeated = (n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if array.size and any(repeated):
             raise InvalidArgumentError(
                 "an expanded tensor has fewer values than elements and cannot be written; clone() it first. "
                 f"Received: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
