@@ -61,7 +61,7 @@ def _windows_that_are_not_full() -> list[float]:
 
 
 def test_passes_of_a_window_that_is_not_full_do_not_get_into_the_next_epoch() -> None:
-    first, second = run_ranks(_windows_that_are_not_full, 2)
+    first, second = run_ranks(_windows_that_are_not_full, 2, warm=True)
     assert first == [(3 + 203) / 2, 7, (23 + 223) / 2, 27]
     assert second == [(3 + 203) / 2, (23 + 223) / 2]
 
@@ -88,11 +88,11 @@ def _gradients_kept_as_zeros() -> list[float]:
 
 
 def test_what_others_have_reduced_does_not_get_into_zeros_that_a_joined_rank_has_kept() -> None:
-    assert run_ranks(_gradients_kept_as_zeros, 2) == [[1.0] * 2, [1.0] * 6]
+    assert run_ranks(_gradients_kept_as_zeros, 2, warm=True) == [[1.0] * 2, [1.0] * 6]
 
 
 def test_a_rank_without_a_batch_in_the_first_window_comes_back() -> None:
-    results = run_ranks(_epochs, 3)
+    results = run_ranks(_epochs, 3, warm=True)
     assert results[0] == results[1] == results[2]
     _, names, last = results[0]
     assert names == ["weight", "bias", "parameter.2"]

@@ -229,4 +229,4 @@ def _run_all() -> None:
 
 @pytest.mark.parametrize("world", worlds(shm=(2, 3), mpi=(2,)), ids=str)
 def test_gradients(world: World) -> None:
-    world.run(_run_all, env={"OMP_NUM_THREADS": "1"})
+    world.run(_run_all)

@@ -214,7 +214,7 @@ def _train_with_uneven_batches(batches: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("world", worlds(shm=(4,), mpi=(4,)), ids=str)
 def test_training_with_uneven_batches(world: World) -> None:
-    found = world.run(_train_twice, env={"HVDP_FUSION_THRESHOLD": "1000", "OMP_NUM_THREADS": "1"})
+    found = world.run(_train_twice, env={"HVDP_FUSION_THRESHOLD": "1000"})
     for number, batches in enumerate(BATCHES):
         total = 0.0
         for step in range(max(batches)):

@@ -230,7 +230,7 @@ def said() -> dict[type[ShmTransport], list[str]]:
     """What the kit says of each broken transport, by rank."""
     said = {}
     for size, kinds in ((2, _BROKEN), (3, [_RoundsTwice, _OneGroupOnly])):
-        by_rank = run_ranks(_check_broken, size, list(kinds))
+        by_rank = run_ranks(_check_broken, size, list(kinds), timeout=90, warm=True)
         said.update(zip(kinds, zip(*by_rank, strict=True), strict=True))
     return said
 
