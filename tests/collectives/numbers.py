@@ -1,4 +1,4 @@
-"""The rows about numbers: rounding, overflow, scaling, compression, wrapping, Adasum."""
+"""The rows about numbers: rounding, overflow, scaling, compression, wrapping."""
 
 from __future__ import annotations
 
@@ -165,39 +165,11 @@ class Compressed:
         return []
 
 
-@dataclass(frozen=True)
-class AdasumOf:
-    """Alike in direction their mean, pair by pair; at right angles their sum."""
-
-    dtype: str
-    alike: bool
-    count: int
-
-    def run(self, kit: Kit, rank: int, size: int) -> list[Any]:
-        items = np.arange(self.count) % 5 - 2.0
-        if self.alike:
-            mine, lengths = items * (rank + 1), [r + 1.0 for r in range(size)]
-            while len(lengths) > 1:
-                pairs = zip(lengths[::2], lengths[1::2], strict=False)
-                lengths = [(a + b) / 2 for a, b in pairs] + lengths[len(lengths) // 2 * 2 :]
-            wanted = items * lengths[0]
-        else:
-            mine = np.where(np.arange(self.count) % size == rank, items, 0.0)
-            wanted = items
-        found = _reduced(mine.astype(dtype_of(self.dtype)), kit, op=kit.hvd.Adasum)
-        tolerance = 4 * max(epsilon(self.dtype), epsilon("float32") if self.dtype != "float64" else 0)
-        np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=tolerance, atol=tolerance)
-        return [found.tobytes()]
-
-
 def rows() -> Iterator[Any]:
     for dtype in FLOATS:
         for count in COUNTS:
             yield Rounding("Sum", dtype, count)
             yield Rounding("Average", dtype, count)
-        for count in (1, 12, 20_000):
-            yield AdasumOf(dtype, True, count)
-            yield AdasumOf(dtype, False, count)
         for op in ("Sum", "Average", "Min", "Max", "Product"):
             for count in (3, 20_000):
                 yield Exact(op, dtype, 1.0, math.nan, first=math.nan, count=count)
