@@ -92,6 +92,27 @@ class Row:
         return [] if "scattered" in self.how else [kit.values(r).tobytes() for r in results]
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """One group with tensors of every dtype that has the op, each dtype twice and never next to itself."""
+
+    op: str
+    count: int
+
+    def run(self, kit: Kit, rank: int, size: int) -> list[Any]:
+        dtypes = [dtype for dtype in DTYPES if has_meaning(self.op, dtype)] * 2
+        shapes = [(self.count + number % 3,) for number, _ in enumerate(dtypes)]
+        mine = [held(rank, size, shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        places, op = [kit.of(values) for values in mine], getattr(kit.hvd, self.op)
+        new = kit.call("grouped_allreduce")([kit.of(values) for values in mine], op=op)
+        assert len(new) == len(kit.call("grouped_allreduce_")(places, op=op)) == len(dtypes)
+        for shape, dtype, result, place in zip(shapes, dtypes, new, places, strict=True):
+            wanted = reduced(self.op, size, shape, dtype)
+            check(kit.values(result), wanted, dtype)
+            check(kit.values(place), wanted, dtype)
+        return [kit.values(result).tobytes() for result in (*new, *places)]
+
+
 def check(found: Any, wanted: Any, dtype: str) -> None:
     """Shape, dtype and values: exactly, but for a third, which no float holds exactly."""
     assert found.dtype == dtype_of(dtype), f"dtype is {found.dtype}"
@@ -103,7 +124,7 @@ def check(found: Any, wanted: Any, dtype: str) -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[Any]:
     """Every dtype with every op; every shape, layout and call with every dtype, but not all with all."""
     for turn, dtype in enumerate(DTYPES):
         ops = [op for op in OPS if has_meaning(op, dtype)]
@@ -118,6 +139,9 @@ def rows() -> Iterator[Row]:
             yield Row("grouped in place", "Sum", dtype, CUBE, layout)
         yield Row("in place", "Sum", dtype, ())
         yield from _around_thresholds(turn, dtype)
+    for op in OPS:
+        yield Mixed(op, 7)
+    yield Mixed("Sum", 5000)
 
 
 def _around_thresholds(turn: int, dtype: str) -> Iterator[Row]:

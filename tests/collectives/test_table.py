@@ -11,10 +11,17 @@ import pytest
 
 from hvdp.testing import World, worlds
 
-from . import movements, numbers, reductions
+from . import adasums, handles, movements, numbers, reductions, specials
 from .kits import kits
 
-TABLES: dict[str, Any] = {"reductions": reductions, "movements": movements, "numbers": numbers}
+TABLES: dict[str, Any] = {
+    "reductions": reductions,
+    "movements": movements,
+    "numbers": numbers,
+    "adasums": adasums,
+    "specials": specials,
+    "handles": handles,
+}
 
 
 def _run(rows: Iterable[Any], kit: Any, rank: int, size: int) -> tuple[list[str], list[str], list[Any]]:
