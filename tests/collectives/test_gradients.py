@@ -56,6 +56,19 @@ def reductions() -> None:
         _gradient(lambda x: sum(hvd.grouped_allreduce([x, x * 2], op=hvd.Sum)), ITEMS, weight),
         ITEMS * total * 3,
     )
+    # Members of a group that have other dtypes, one of which has no gradient.
+    for op, divisor in ((hvd.Sum, 1), (hvd.Average, size)):
+        whole = torch.full((3,), rank + 1)
+        found = []
+
+        def mixed(x: torch.Tensor, op: Any = op, whole: Any = whole, found: Any = found) -> Any:
+            found[:] = hvd.grouped_allreduce([x, whole, x.double() * 2, x.bfloat16() * 4], op=op)
+            return found[0] + found[2].float() + found[3].float()
+
+        _is(_gradient(mixed, ITEMS, weight), ITEMS * 7 * total / divisor)
+        assert [t.dtype for t in found] == [torch.float32, torch.int64, torch.float64, torch.bfloat16]
+        assert [t.requires_grad for t in found] == [True, False, True, True]
+        assert found[1].tolist() == [total // divisor] * 3
     _is(_gradient(lambda x: hvd.allreduce(x.t(), op=hvd.Sum).t(), ITEMS, weight), ITEMS * total)
     narrow = _gradient(lambda x: hvd.allreduce(x.bfloat16(), op=hvd.Sum).float(), ITEMS, weight)
     _is(narrow, ITEMS * total)
