@@ -196,6 +196,13 @@ def _faults(hvd: Any) -> dict[str, tuple[Call, str]]:
             "long": (lambda odd: hvd.alltoall(np.zeros(size, np.longdouble), name="x"), "128"),
             "objects": (lambda odd: hvd.broadcast(np.array([{}]), 0, name="x"), "object"),
             "frozen": (lambda odd: hvd.allreduce_(frozen if odd else np.zeros(3), name="x"), "read-only"),
+            "sent": (lambda odd: hvd.broadcast_(frozen if odd else np.zeros(3), 0, name="x"), "read-only"),
+            "all sent": (lambda _: hvd.broadcast_(frozen, 0, name="x"), "read-only"),
+            "one of two": (
+                lambda odd: hvd.grouped_allreduce_([rows, frozen if odd else np.zeros(3)], name="x"),
+                "read-only",
+            ),
+            "all of two": (lambda _: hvd.grouped_allreduce_([rows, frozen], name="x"), "read-only"),
             "a list": (lambda odd: hvd.broadcast_([1.0] if odd else np.zeros(1), 0, name="x"), "list"),
             "uneven": (
                 lambda odd: hvd.allreduce([[1], [1, 2]] if odd else np.zeros(2), name="x"),
