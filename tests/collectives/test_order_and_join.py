@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -104,6 +105,37 @@ def _with_factors(values: list[float]) -> None:
                 np.testing.assert_array_equal(row, np.full((1, 2), wanted, dtype), strict=True)
 
 
+def _on_torch(active: list[int]) -> None:
+    """Dtypes of which what a joined rank stands for could show: bounds, a truth, a rounding, a phase."""
+    hvd, rank = hvdp.torch, hvdp.rank()
+    values = [r + 1 for r in active]
+    folds = {"Sum": sum, "Min": min, "Max": max, "Product": math.prod}
+    for dtype in (torch.uint8, torch.bfloat16):
+        mine = torch.full((3,), rank + 1, dtype=dtype)
+        for op, fold in folds.items():
+            found = hvd.allreduce(mine, op=getattr(hvd, op))
+            assert torch.equal(found, torch.full((3,), fold(values), dtype=dtype))
+        mean = sum(values) / len(values)
+        wanted = torch.full((3,), math.floor(mean) if dtype is torch.uint8 else mean, dtype=dtype)
+        torch.testing.assert_close(hvd.allreduce(mine), wanted)
+    even = [r % 2 == 0 for r in active]
+    truths = torch.tensor([True, False, rank % 2 == 0])
+    for op, fold in {"Sum": any, "Max": any, "Min": all, "Product": all}.items():
+        found = hvd.allreduce(truths, op=getattr(hvd, op))
+        assert torch.equal(found, torch.tensor([True, False, fold(even)]))
+    phases = [complex(value, 1) for value in values]
+    mine = torch.full((3,), complex(rank + 1, 1), dtype=torch.complex64)
+    for op, number in (
+        ("Sum", sum(phases)),
+        ("Average", sum(phases) / len(phases)),
+        ("Product", math.prod(phases)),
+    ):
+        found = hvd.allreduce(mine, op=getattr(hvd, op))
+        torch.testing.assert_close(found, torch.full((3,), number, dtype=torch.complex64))
+    for tensor, each in ((truths[2:], even), (mine[:1], phases)):
+        assert hvd.allgather(tensor).tolist() == each
+
+
 def _uneven_batches(batches: list[int]) -> int:
     """Everything that a rank without data may be asked for, by the ranks that still have some."""
     rank, size = hvd.rank(), hvd.size()
@@ -122,6 +154,7 @@ def _uneven_batches(batches: list[int]) -> int:
                 found = hvd.allreduce(mine, op=op, name=f"{op.name} {count}")
                 np.testing.assert_allclose(found, np.full(count, wanted), rtol=1e-12)
         _with_factors(values)
+        _on_torch(active)
         whole = hvd.allreduce(np.array([rank + 1]), op=hvd.Average)
         assert whole.tolist() == [sum(r + 1 for r in active) // len(active)]
         assert hvd.allgather(np.array([rank, step])).tolist() == [n for r in active for n in (r, step)]
