@@ -38,8 +38,11 @@ class _Heard(logging.Handler):
             assert self._news.wait_for(lambda: any(text in heard for heard in self.texts), 20), self.texts
 
 
-def _stall_twice() -> list[str]:
-    """Rank 1 holds two tensors back, the second one for longer than the first warning took."""
+def _stall_again_and_again() -> list[str]:
+    """Rank 1 holds two tensors back, the second one for longer than the first warning took.
+
+    Then rank 0 does, which watches all the same, and then a member of a set that it is not in.
+    """
     hvd.init()
     rank, heard, handles = hvd.rank(), _Heard(), []
     for name in ("first", "second"):
@@ -52,23 +55,41 @@ def _stall_twice() -> list[str]:
         handles = [hvd.allreduce_async(np.ones(2), op=hvd.Sum, name=name) for name in ("first", "second")]
     for handle in handles:
         assert handle.wait().tolist() == [hvd.size()] * 2
+    _hold_back(heard, 0, "third", hvd.global_process_set)
+    if hvd.size() > 2:
+        _hold_back(heard, 2, "fourth", hvd.add_process_set([1, 2]))
     return heard.texts
+
+
+def _hold_back(heard: _Heard, late: int, name: str, members: hvd.ProcessSet) -> None:
+    rank = hvd.rank()
+    mine = members.included()
+    if mine and rank != late:
+        handle = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name=name, process_set=members)
+    if rank == 0:
+        heard.wait(repr(name))
+    hvd.barrier()
+    if rank == late:
+        handle = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name=name, process_set=members)
+    if mine:
+        assert handle.wait().tolist() == [members.size()] * 2
+    hvd.barrier()
 
 
 @pytest.mark.parametrize("world", worlds(shm=(3,), mpi=(2,)), ids=str)
 def test_one_warning_a_tensor_on_rank_0(world: World) -> None:
-    first, *others = world.run(_stall_twice, env=EVERY_SECOND)
+    first, *others = world.run(_stall_again_and_again, env=EVERY_SECOND)
     assert others == [[]] * (world.size - 1)
-    names = [re.search(r"'([^']+)'", text).group(1) for text in first]
-    # The barriers that the other ranks wait at meanwhile are held back, too, by rank 0.
-    assert [name for name in names if name in ("first", "second")] == ["first", "second"]
-    for text in first:
-        if "allreduce" in text:
-            present = "rank 0" if world.size == 2 else "ranks 0, 2"
-            assert re.match(
-                r"WARNING stalled for [1-4] s: allreduce '(first|second)' was submitted by ", text
-            )
-            assert f"was submitted by {present} and not by rank 1. " in text
+    but_1, but_0 = ("rank 0", "rank 1") if world.size == 2 else ("ranks 0, 2", "ranks 1, 2")
+    wanted = [("'first'", but_1, 1), ("'second'", but_1, 1), ("'third'", but_0, 0)]
+    if world.size > 2:
+        wanted.append(("'fourth' in process set 1", "rank 1", 2))
+    # The barriers that some ranks wait at meanwhile are held back, too.
+    told = [text for text in first if "allreduce" in text]
+    assert len(told) == len(wanted), told
+    for text, (what, present, late) in zip(told, wanted, strict=True):
+        assert re.match(r"WARNING stalled for [1-4] s: allreduce ", text), text
+        assert f": allreduce {what} was submitted by {present} and not by rank {late}. " in text
 
 
 def _silent() -> list[str]:
