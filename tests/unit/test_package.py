@@ -163,5 +163,12 @@ def test_every_tested_requirement_is_pinned() -> None:
         assert name in pinned | untested | {"hvdp"}, f"{name} has no pin in constraints.txt"
 
 
+def test_nothing_that_stands_in_for_horovod_is_required() -> None:
+    """Whoever has Horovod itself keeps it: `hvdp-horovod`, which takes its name, is only for who asks."""
+    required = {_normal(re.split(r"[^\w.-]", text)[0]) for text in distribution("hvdp").requires or []}
+    assert {"numpy", "torch"} <= required, "the requirements, extras' as well, were not found"
+    assert not {name for name in required if "horovod" in name}
+
+
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
