@@ -13,7 +13,7 @@ from hvdp._core.runtime import runtime
 from hvdp._numpy import collectives
 from hvdp.keras.link import key_of
 
-__all__ = ["broadcast_global_variables", "broadcast_variables", "model_variables"]
+__all__ = ["broadcast_global_variables", "broadcast_variables", "model_variables", "sync"]
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
@@ -55,3 +55,9 @@ def broadcast_global_variables(root_rank: int, model: Any = None, local: Sequenc
     if optimizer is not None and not optimizer.built and some_have_state:
         optimizer.build(model.trainable_variables)
     broadcast_variables(model_variables(model, local), root_rank)
+
+
+def sync(model: Any) -> None:
+    """On JAX a model's variables are behind during an epoch, and what is assigned then would be lost."""
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()
