@@ -19,7 +19,7 @@ from hvdp.basics import rank
 from hvdp.collectives import allgather_object, join
 from hvdp.keras.hooks import link_of
 from hvdp.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
-from hvdp.keras.state import broadcast_global_variables, sync
+from hvdp.keras.state import broadcast_global_variables, shared_variables, sync
 
 __all__ = [
     "BestModelCheckpoint",
@@ -38,6 +38,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     averaging among themselves, and then takes over their variables. Passes that
     `backward_passes_per_step` has not made a step of by then count for none.
 
+    Variables that the first batch makes, where TensorFlow builds a model as late as that, are
+    the same from the end of that batch on.
+
     Args:
         root_rank: whose variables to start from.
         device: accepted as Horovod accepts it; not needed.
@@ -50,9 +53,19 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         super().__init__()
         self.root_rank = root_rank
         self._local = list(local_variables or ())
+        self._known: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        broadcast_global_variables(self.root_rank, self.model, self._local)
+        counts = allgather_object(self._count())
+        self._known = min(counts)
+        if self._known == max(counts):  # else some ranks have yet to build the model that others have
+            broadcast_global_variables(self.root_rank, self.model, self._local)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        known, self._known = self._known, None
+        if known is not None and self._count() > known:
+            sync(self.model)
+            broadcast_global_variables(self.root_rank, self.model, self._local)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         last = join()
@@ -64,6 +77,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             broadcast_global_variables(last, self.model, self._local)
             if link:
                 link.begin_anew()
+
+    def _count(self) -> int:
+        return len(shared_variables(self.model, self._local, optimizer=False))
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

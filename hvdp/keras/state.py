@@ -13,7 +13,7 @@ from hvdp._core.runtime import runtime
 from hvdp._numpy import collectives
 from hvdp.keras.link import key_of
 
-__all__ = ["broadcast_global_variables", "broadcast_variables", "model_variables", "sync"]
+__all__ = ["broadcast_global_variables", "broadcast_variables", "shared_variables", "sync"]
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
@@ -33,10 +33,10 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
         chosen[index].assign(handle.wait())
 
 
-def model_variables(model: Any, local: Collection[Any] = ()) -> list[Any]:
-    """A model's variables and its optimizer's, without those in `local`, each once."""
-    optimizer = getattr(model, "optimizer", None)
-    everything = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+def shared_variables(model: Any, local: Collection[Any] = (), optimizer: bool = True) -> list[Any]:
+    """A model's variables, and its optimizer's if wanted, without those in `local`, each once."""
+    own = getattr(model, "optimizer", None) if optimizer else None
+    everything = [*model.variables, *(own.variables if own is not None else ())]
     apart = {key_of(variable) for variable in local}
     return list({key_of(v): v for v in everything if key_of(v) not in apart}.values())
 
@@ -54,7 +54,7 @@ def broadcast_global_variables(root_rank: int, model: Any = None, local: Sequenc
     some_have_state = any(allgather_object(optimizer is not None and optimizer.built))
     if optimizer is not None and not optimizer.built and some_have_state:
         optimizer.build(model.trainable_variables)
-    broadcast_variables(model_variables(model, local), root_rank)
+    broadcast_variables(shared_variables(model, local), root_rank)
 
 
 def sync(model: Any) -> None:

@@ -74,6 +74,27 @@ def _cases() -> None:
         np.testing.assert_allclose(own, wanted, rtol=1e-5)
         assert _weight(model) == 1
 
+    # TensorFlow builds a model in its first batch: everybody's is the root's then, or from the start.
+    class Late(keras.Model):
+        def __init__(self, dense: Any) -> None:
+            super().__init__()
+            self.dense = dense
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+    for made, built in ((Late, ()), (lambda dense: keras.Sequential([dense]), (0,)), (Late, (size - 1,))):
+        start = keras.initializers.Constant(rank + 1.0)
+        model = made(keras.layers.Dense(1, use_bias=False, kernel_initializer=start))
+        optimizer = keras.optimizers.SGD(0.0 if built else 0.1, momentum=0.9)
+        model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+        if rank in built:
+            model(ones)
+        model.fit(ones, ones, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(size - 1)], **fit)
+        everyone = hvd.allgather(np.array([_weight(model)]))
+        np.testing.assert_array_equal(everyone, everyone[0])
+        assert not built or everyone[0] == size
+
     # Metrics: means over ranks, or of all samples.
     model = _model(0.0)
     own = (rank + 1) * 2  # samples
