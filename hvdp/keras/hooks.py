@@ -4,8 +4,8 @@
   step, each rank for itself. Around one of ours (as `compile` does it for "mixed_float16"),
   gradients have to be reduced before they look, so that all ranks skip or none does.
 - `Model.make_train_function` keeps a program that it traced before the optimizer became ours,
-  and compiles with XLA, which cannot call back. It is also where a training step that never
-  reduces anything can be seen.
+  and compiles with XLA, which cannot call back. It is also where a training step can be
+  seen that moves weights past our optimizers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import numpy as np
 from keras import ops
 
 from hvdp._core.ops import Adasum
+from hvdp.basics import rank, size
 from hvdp.errors import HvdpError, InvalidArgumentError
-from hvdp.keras.link import Link
+from hvdp.keras.link import Link, key_of, known_keys
 
 __all__ = ["attach", "install", "link_of", "stateless_step"]
 
@@ -55,8 +56,8 @@ def stateless_step(
 ) -> Any:
     """Reduce and apply, where all state is handed in and out (JAX)."""
     with link.entered():
+        link.handed.update(map(key_of, optimizer._trainable_variables))
         if link.policy.op is Adasum:
-            link.in_place = True
             changed, state = apply(optimizer_variables, gradients, variables)
             return link.combined(variables, changed), state
         results, done = link.reduced(optimizer, gradients, optimizer._trainable_variables)
@@ -124,29 +125,54 @@ def install() -> None:
 
 
 def _checked(model: Any, train: Callable[..., Any], link: Link) -> Callable[..., Any]:
-    """`train`, which raises if it moves weights and has not reduced any gradient."""
-
-    jax = keras.backend.backend() == "jax"
+    """`train`, which tells of weights that it moves and no optimizer of ours has reduced: all, or some."""
+    jax, checked = keras.backend.backend() == "jax", False
 
     @functools.wraps(train)
     def run(*args: Any) -> Any:
-        if link.in_place:
+        nonlocal checked
+        if checked:
             with link.overlap.step() if _is_plain(model) else nullcontext():
                 return train(*args)
         before = [np.array(value) for value in _weights(model, args[0])]
         result = train(*args)
-        after = _weights(model, result[-1] if jax else None) if not link.in_place else []
-        moved = any(not np.array_equal(old, np.array(new)) for old, new in zip(before, after, strict=False))
-        if moved:
-            raise HvdpError(
-                "the first training step changed weights without a word to the other ranks: "
-                "train_step() has to hand its gradients to the DistributedOptimizer's apply() or "
-                f"apply_gradients(). Received: a step of {type(model).__name__} that does not."
+        after = _weights(model, result[-1] if jax else None)
+        if len(before) == len(after):  # else the step has built the model
+            known, steps = known_keys(), zip(model.trainable_variables, before, after, strict=True)
+            own = (
+                variable for variable, *values in steps if key_of(variable) not in known and _differ(*values)
             )
+            _tell(model, next(own, None), bool(link.handed))
+            checked = bool(link.handed)
         return result
 
     run.__hvdp__ = link  # type: ignore[attr-defined]
     return run
+
+
+def _tell(model: Any, moved: Any, others_reduced: bool) -> None:
+    """Of a variable that moved without a word to the other ranks, if there is one."""
+    if moved is None:
+        return
+    if not others_reduced:
+        raise HvdpError(
+            "the first training step changed weights without a word to the other ranks: "
+            "train_step() has to hand its gradients to the DistributedOptimizer's apply() or "
+            f"apply_gradients(). Received: a step of {type(model).__name__} that does not."
+        )
+    if size() > 1:
+        _log.warning(
+            "rank %d: the training step of %s moves %s past every DistributedOptimizer: unless all ranks "
+            "move it alike, they drift apart. Wrap every optimizer of the step; a variable that is each "
+            "rank's own goes to register_local_var().",
+            rank(),
+            type(model).__name__,
+            moved.path,
+        )
+
+
+def _differ(old: Any, new: Any) -> bool:
+    return not np.array_equal(old, np.array(new))
 
 
 def _is_plain(model: Any) -> bool:

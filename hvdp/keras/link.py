@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 import keras
 from keras import ops
@@ -24,7 +25,7 @@ from hvdp.keras.overlap import Overlap
 from hvdp.optimizer import Policy
 from hvdp.process_sets import ProcessSet
 
-__all__ = ["Link", "key_of"]
+__all__ = ["Link", "key_of", "known_keys"]
 
 Apply = Callable[[list[Any], Any], None]
 
@@ -36,7 +37,7 @@ def key_of(variable: Any) -> int:
     return id(variable)
 
 
-@dataclass
+@dataclass(eq=False)
 class Link:
     """Between an optimizer and the other ranks.
 
@@ -45,7 +46,7 @@ class Link:
         local: keys of variables whose gradients stay this rank's own, divided by the number
             of ranks if `scale_local`.
         mean_of_passes: divide gradients by the number of accumulated passes.
-        in_place: whether a reduction has been made or is part of the traced program.
+        handed: keys of variables whose gradients have come here, if only in a traced program.
         overlap: of the reduction with backward.
     """
 
@@ -57,7 +58,7 @@ class Link:
     local: set[int] = field(default_factory=set)
     scale_local: bool = True
     mean_of_passes: bool = False
-    in_place: bool = False
+    handed: set[int] = field(default_factory=set)
     inside: bool = False
     weight: float = 1.0
     reducer: ArrayReducer | None = None
@@ -65,6 +66,7 @@ class Link:
     _serial: int = -1
 
     def __post_init__(self) -> None:
+        _links.add(self)
         # A pass that failed could not be taken back from those before it.
         self.overlap = Overlap(self._to_send, possible=self.policy.passes_per_step == 1)
         self.reduced = backend().untraced(self.reduced)  # type: ignore[method-assign]
@@ -91,8 +93,8 @@ class Link:
             optimizer.built = True
         used = known or list(optimizer._trainable_variables)
         with self.entered():
+            self.handed.update(map(key_of, used))
             if self.policy.op is Adasum:
-                self.in_place = True
                 starts = [ops.copy(variable) for variable in used]
                 apply(gradients, known)
                 for variable, end in zip(used, self.combined(starts, used), strict=True):
@@ -106,7 +108,6 @@ class Link:
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
     ) -> tuple[list[Any] | None, Any]:
         """The gradients of all ranks, and whether they are: after a window's last pass."""
-        self.in_place = True
         results = list(gradients)
         size = self.process_set.size()
         shared = [i for i, variable in enumerate(variables) if self._is_shared(variable)]
@@ -209,3 +210,11 @@ class Link:
         if self.mean_of_passes and self.policy.passes_per_step > 1:
             result = result / self.policy.passes_per_step
         return result
+
+
+def known_keys() -> set[int]:
+    """Of all variables that some DistributedOptimizer has reduced, or knows to be a rank's own."""
+    return {key for link in _links for key in (*link.handed, *link.local)}
+
+
+_links: WeakSet[Link] = WeakSet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging.handlers
 from typing import Any
 
 import pytest
@@ -149,6 +150,8 @@ def _cases(folder: str) -> None:
         if keras.backend.backend() == "jax":
             (trainable, *others), _ = args
             return {"loss": zero}, ([value - 0.1 for value in trainable], *others)
+        if not self.built:
+            self(args[0][0])
         for variable in self.trainable_variables:
             variable.assign(variable - 0.1)
         return {"loss": zero}
@@ -163,10 +166,38 @@ def _cases(folder: str) -> None:
 
     for step in (by_hand, past_apply):
         bypassing = type("Bypassing", (keras.Sequential,), {"train_step": step})
-        model = bypassing([layers.Input((2,)), layers.Dense(1)])
+        for first in ([layers.Input((2,))], []):  # without one TensorFlow builds the model in the first step
+            model = bypassing([*first, layers.Dense(1)])
+            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), "mse")
+            with pytest.raises(hvd.HvdpError, match="without a word to the other ranks"):
+                model.fit(x, y, batch_size=2, verbose=0)
+
+    # So is a part of the variables that moves by itself.
+    class Two(keras.Sequential):
+        other: Any = None
+
+        def train_step(self, *args: Any) -> Any:
+            ours, others = self.trainable_variables
+            self.optimizer.apply([ours * 0 + rank + 1], [ours])
+            self.other.apply([others * 0 + rank + 1], [others])
+            return {"loss": zero}
+
+    heard = logging.handlers.BufferingHandler(100)
+    logging.getLogger("hvdp").addHandler(heard)
+    for wrapped in (False, True) if keras.backend.backend() != "jax" else ():
+        model = Two([layers.Input((2,)), layers.Dense(1, kernel_initializer="zeros")])
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), "mse")
-        with pytest.raises(hvd.HvdpError, match="without a word to the other ranks"):
-            model.fit(x, y, verbose=0)
+        model.other = keras.optimizers.SGD(1.0)
+        if wrapped:
+            hvd.DistributedOptimizer(model.other)
+        heard.flush()
+        model.fit(x, y, batch_size=2, verbose=0)
+        np.testing.assert_allclose(weights(model)[0], -2 * ranks.mean())
+        np.testing.assert_allclose(weights(model)[1], -2 * (ranks.mean() if wrapped else rank + 1))
+        told = [r.getMessage() for r in heard.buffer if r.levelno == logging.WARNING]
+        assert len(told) == (not wrapped), told
+        assert wrapped or (f"rank {rank}" in told[0] and "/bias past" in told[0])
+    logging.getLogger("hvdp").removeHandler(heard)
 
     if hasattr(keras.optimizers, "MultiOptimizer"):
         parts = {".*kernel": hvd.DistributedOptimizer(keras.optimizers.SGD())}
