@@ -30,10 +30,14 @@ Gradient = Array | Rows
 
 
 class _Arrays:
-    """The GradientStore: a gradient that was given is added to its place in a bucket."""
+    """The GradientStore: a gradient that was given is added to its place in a bucket.
 
-    def __init__(self, specs: Sequence[ParameterSpec]) -> None:
+    Those of the parameters from `shared` on, which have none, add up here.
+    """
+
+    def __init__(self, specs: Sequence[ParameterSpec], shared: int) -> None:
         self._specs = specs
+        self._shared = shared
         self.sparse: Collection[int] = ()
         self.given: dict[int, Gradient] = {}
         self.results: dict[int, Gradient] = {}
@@ -44,11 +48,14 @@ class _Arrays:
         earlier = self.given.get(index)
         if earlier is not None:
             gradient = _sum(earlier, gradient)
+        elif index >= self._shared:
+            gradient = np.array(gradient)  # whose memory is someone else's after this pass
         self.given[index] = gradient
 
     def taken(self) -> dict[int, Gradient]:
         """The reduced gradients, and an empty start for the next window."""
         results, self.results = self.results, {}
+        results.update((index, given) for index, given in self.given.items() if index >= self._shared)
         self._filled.clear()
         self.given.clear()
         return results
@@ -117,6 +124,10 @@ class ArrayReducer:
 
     For each pass `give` the gradients, in one call or many, then `finish`.
 
+    Args:
+        local: parameters of this rank alone, which follow the others: their dense gradients only
+            add up over the passes of a window.
+
     Attributes:
         present: parameters that have a gradient on some rank, once `prepare` was called.
         sparse: those whose gradients are gathered as rows.
@@ -127,19 +138,26 @@ class ArrayReducer:
         MismatchError: the ranks hold different parameters.
     """
 
-    def __init__(self, specs: Sequence[ParameterSpec], policy: Policy, fault: str = "") -> None:
-        self.specs = list(specs)
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        policy: Policy,
+        fault: str = "",
+        local: Sequence[ParameterSpec] = (),
+    ) -> None:
+        self.specs = [*specs, *local]
         self.present: set[int] | None = None
         self.sparse: frozenset[int] = frozenset()
         self.windows = 0
         self.given: set[int] = set()
-        self._store = _Arrays(self.specs)
-        self.reducer = GradientReducer(self._store, self.specs, policy, fault)
+        self._local = range(len(specs), len(self.specs))
+        self._store = _Arrays(self.specs, len(specs))
+        self.reducer = GradientReducer(self._store, specs, policy, fault)
         self._buckets: list[tuple[int, ...]] = []
         self._passes = 0
 
     def prepare(self, present: Collection[int], sparse: Collection[int]) -> list[tuple[int, ...]]:
-        """Plan the buckets, which are returned; collective the first time.
+        """Plan the buckets, which are returned, and the local parameters; collective the first time.
 
         Args:
             present: the parameters that have a gradient on this rank.
@@ -147,13 +165,14 @@ class ArrayReducer:
         """
         if self.present is None:
             process_set = self.reducer.policy.process_set
-            views = allgather_object((set(present), set(sparse)), f"{self.reducer.name}.present", process_set)
+            shared = set(present).difference(self._local)
+            views = allgather_object((shared, set(sparse)), f"{self.reducer.name}.present", process_set)
             self.present = set().union(*(has for has, _ in views))
             self.sparse = frozenset().union(*(rows for _, rows in views))
             self._store.sparse = self.sparse
             self._buckets = self.reducer.prepare()
         self.present |= set(present)
-        return self._buckets
+        return [*self._buckets, tuple(self._local)]
 
     def give(self, gradients: Mapping[int, Gradient]) -> None:
         """Add gradients of this pass; buckets that are complete in the window's last pass start at once."""
@@ -161,7 +180,7 @@ class ArrayReducer:
             self._store.give(index, gradient)
         self.given |= gradients.keys()
         for index in gradients:
-            if index not in self.sparse:
+            if index not in self.sparse and index not in self._local:
                 self.reducer.ready(index)
 
     def finish(self) -> dict[int, Gradient] | None:

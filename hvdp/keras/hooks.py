@@ -56,11 +56,12 @@ def stateless_step(
 ) -> Any:
     """Reduce and apply, where all state is handed in and out (JAX)."""
     with link.entered():
-        link.handed.update(map(key_of, optimizer._trainable_variables))
+        known = optimizer._trainable_variables
+        link.handed.update(map(key_of, known))
         if link.policy.op is Adasum:
-            changed, state = apply(optimizer_variables, gradients, variables)
-            return link.combined(variables, changed), state
-        results, done = link.reduced(optimizer, gradients, optimizer._trainable_variables)
+            changed, state = apply(optimizer_variables, link.scaled(gradients, known), variables)
+            return link.combined(variables, changed, known), state
+        results, done = link.reduced(optimizer, gradients, known)
         if done is False:
             return variables, optimizer_variables
         changed, state = apply(optimizer_variables, results, variables)

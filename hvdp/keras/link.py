@@ -96,8 +96,8 @@ class Link:
             self.handed.update(map(key_of, used))
             if self.policy.op is Adasum:
                 starts = [ops.copy(variable) for variable in used]
-                apply(gradients, known)
-                for variable, end in zip(used, self.combined(starts, used), strict=True):
+                apply(self.scaled(gradients, used), known)
+                for variable, end in zip(used, self.combined(starts, used, used), strict=True):
                     variable.assign(end)
                 return
             results, done = self.reduced(optimizer, gradients, used)
@@ -108,21 +108,20 @@ class Link:
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
     ) -> tuple[list[Any] | None, Any]:
         """The gradients of all ranks, and whether they are: after a window's last pass."""
-        results = list(gradients)
-        size = self.process_set.size()
-        shared = [i for i, variable in enumerate(variables) if self._is_shared(variable)]
-        if self.scale_local and size > 1:
-            for index in set(range(len(variables))) - set(shared):
-                if key_of(variables[index]) in self.local and results[index] is not None:
-                    results[index] = results[index] / size
-        if size == 1 and self.policy.passes_per_step == 1:
+        results = self.scaled(gradients, variables)
+        passes = self.policy.passes_per_step
+        if self.process_set.size() == 1 and passes == 1:
             return results, True
         everything = [variable for variable in optimizer._trainable_variables if self._is_shared(variable)]
+        shared = len(everything)
+        if passes > 1:
+            everything += [v for v in optimizer._trainable_variables if key_of(v) in self.local]
         place_of = {key_of(variable): place for place, variable in enumerate(everything)}
         if self.reducer is None:
-            self.reducer = self._made(everything, place_of)
+            self.reducer = self._made(everything, shared, place_of)
             self.overlap.watch(self.reducer, everything)
-        own = {place_of[key_of(variables[index])]: results[index] for index in shared}
+        taken = [i for i, variable in enumerate(variables) if key_of(variable) in place_of]
+        own = {place_of[key_of(variables[index])]: results[index] for index in taken}
         sent: list[Any] = [None] * len(everything)
         contexts: dict[int, Any] = {}
         early = self.overlap.handed_over(own)
@@ -133,13 +132,13 @@ class Link:
         found, done = backend().reduce(self.reducer, sent)
         if found is None:
             return None, done
-        for index in shared:
+        for index in taken:
             place = place_of[key_of(variables[index])]
             results[index] = self._received(found[place], contexts.get(place), variables[index])
         return results, done
 
-    def combined(self, starts: Sequence[Any], ends: Sequence[Any]) -> list[Any]:
-        """Each start plus the Adasum of the ranks' changes (arXiv:2006.02924, section 4)."""
+    def combined(self, starts: Sequence[Any], ends: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The ends, shared ones as start plus Adasum of the changes (arXiv:2006.02924, section 4)."""
         if self.process_set.size() == 1:
             return list(ends)
         options = Options(f"{self._name()}.delta", self.process_set.number())
@@ -152,9 +151,25 @@ class Link:
             submit.grouped(operations).wait()
             return changes
 
-        changes = [ops.subtract(end, start) for start, end in zip(starts, ends, strict=True)]
-        totals = backend().call(adasum, changes)
-        return [ops.add(start, total) for start, total in zip(starts, totals, strict=True)]
+        results = list(ends)
+        shared = [i for i, variable in enumerate(variables) if self._is_shared(variable)]
+        totals = backend().call(adasum, [ops.subtract(ends[i], starts[i]) for i in shared])
+        for index, total in zip(shared, totals, strict=True):
+            results[index] = ops.add(starts[index], total)
+        return results
+
+    def scaled(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients, divided by the number of ranks where they are local and `scale_local` is true."""
+        results, size = list(gradients), self.process_set.size()
+        for index, variable in enumerate(variables):
+            if (
+                self.scale_local
+                and size > 1
+                and key_of(variable) in self.local
+                and results[index] is not None
+            ):
+                results[index] = ops.divide(results[index], size)
+        return results
 
     @property
     def windows(self) -> int:
@@ -176,40 +191,52 @@ class Link:
         own = getattr(variable, "overwrite_with_gradient", False)
         return not own and key_of(variable) not in self.local
 
-    def _made(self, variables: Sequence[Any], place_of: dict[int, int]) -> ArrayReducer:
+    def _is_compressed(self, variable: Any) -> bool:
+        return key_of(variable) not in self.local and not isinstance(self.compression, NoCompressor)
+
+    def _made(self, variables: Sequence[Any], shared: int, place_of: dict[int, int]) -> ArrayReducer:
         groups = tuple(
-            tuple(place_of[key] for key in map(key_of, group) if key in place_of) for group in self.groups
+            tuple(place for key in map(key_of, group) if (place := place_of.get(key, shared)) < shared)
+            for group in self.groups
         )
         specs = [self._spec(variable) for variable in variables]
-        made = ArrayReducer(specs, replace(self.policy, groups=groups))
+        made = ArrayReducer(specs[:shared], replace(self.policy, groups=groups), local=specs[shared:])
         made.reducer.weight = self.weight
         return made
 
     def _spec(self, variable: Any) -> ParameterSpec:
         dtype = keras.backend.standardize_dtype(variable.dtype)
-        if not isinstance(self.compression, NoCompressor):
+        if self._is_compressed(variable):
             sent, _ = self.compression.compress(ops.zeros((), dtype))
             dtype = keras.backend.standardize_dtype(sent.dtype)
         # Keras counts layers up, and a rank may have made others before.
-        name = re.sub(r"_\d+(?=/|$)", "", getattr(variable, "path", variable.name))
+        name = re.sub(r"_\d+(?=/|$)", "", _path(variable))
         return ParameterSpec(name, tuple(variable.shape), dtype, dtype_named(dtype).itemsize)
 
     def _to_send(self, gradient: Any, variable: Any) -> tuple[Any, Any]:
-        if self.sparse_as_dense and backend().is_sparse(gradient):
+        local = key_of(variable) in self.local
+        if (self.sparse_as_dense or local) and backend().is_sparse(gradient):
             gradient = backend().densified(gradient)
         if gradient.dtype != variable.dtype:
             gradient = ops.cast(gradient, variable.dtype)
+        if local:
+            return gradient, None
         compressed: tuple[Any, Any] = self.compression.compress(gradient)
         return compressed
 
     def _received(self, result: Any, context: Any, variable: Any) -> Any:
         if result is None:
             return None
-        if not isinstance(self.compression, NoCompressor):
+        if self._is_compressed(variable):
             result = ops.cast(self.compression.decompress(result, context), variable.dtype)
         if self.mean_of_passes and self.policy.passes_per_step > 1:
             result = result / self.policy.passes_per_step
         return result
+
+
+def _path(variable: Any) -> str:
+    path: str = getattr(variable, "path", variable.name)
+    return path
 
 
 def known_keys() -> set[int]:

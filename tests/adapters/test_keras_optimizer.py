@@ -65,13 +65,45 @@ def _cases(folder: str) -> None:
     np.testing.assert_allclose(keras.ops.convert_to_numpy(variables[1]), -1 / size)
 
     # Local and frozen layers.
-    local = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    frozen = layers.Dense(2, use_bias=False, kernel_initializer="identity", trainable=False)
-    local.build((None, 2))
-    partial = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=local)
-    model = model_of(frozen, local, optimizer=partial)
-    model.train_on_batch(x, y)
-    np.testing.assert_allclose(-weights(model)[0][0, 0], (rank + 1) / size)
+    def moved_apart(*inputs: Any, **options: Any) -> tuple[Any, Any]:
+        """What the shared and the local layer have moved by, after a batch of each of the inputs."""
+        shared, local = (layers.Dense(1, use_bias=False, kernel_initializer="zeros") for _ in range(2))
+        frozen = layers.Dense(2, use_bias=False, kernel_initializer="identity", trainable=False)
+        local.build((None, 2))
+        optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=local, **options)
+        given = layers.Input((2,))
+        model = keras.Model(given, layers.add([shared(frozen(given)), local(frozen(given))]))
+        model.compile(optimizer, lambda y, prediction: keras.ops.sum(prediction, axis=-1))
+        for batch in inputs:
+            model.train_on_batch(batch, y)
+        return tuple(-layer.get_weights()[0][0, 0] for layer in (shared, local))
+
+    np.testing.assert_allclose(moved_apart(x), (ranks.mean(), (rank + 1) / size))
+    np.testing.assert_allclose(moved_apart(x, scale_local_gradients=False), (ranks.mean(), rank + 1))
+    passes = {"backward_passes_per_step": 2, "compression": hvd.Compression.bf16}
+    np.testing.assert_allclose(moved_apart(x, **passes), 0)
+    whole = np.array([ranks.mean(), (rank + 1) / size])
+    np.testing.assert_allclose(moved_apart(x, 3.01 * x, **passes)[1], 4.01 * whole[1], rtol=1e-6)
+    np.testing.assert_allclose(moved_apart(x, x * 3, x * 5, x * 7, **passes), 16 * whole, rtol=1e-6)
+    np.testing.assert_allclose(
+        moved_apart(x, x * 3, **passes, average_aggregated_gradients=True), 2 * whole, rtol=1e-6
+    )
+    for scaled in (True, False):
+        local = moved_apart(x, op=hvd.Adasum, scale_local_gradients=scaled)[1]
+        np.testing.assert_allclose(local, whole[1] * (1 if scaled else size))
+
+    table = layers.Embedding(3, 1, embeddings_initializer="zeros")
+    table.build()
+    for passes in ({}, {"backward_passes_per_step": 2}):
+        table.set_weights([np.zeros((3, 1))])
+        optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=table, **passes)
+        model = keras.Sequential([layers.Input((1,), dtype="int32"), table])
+        model.compile(optimizer, lambda y, found: keras.ops.sum(found))
+        for row in (rank % 2, 2):
+            model.train_on_batch(np.full((1, 1), row), y[:1])
+        np.testing.assert_allclose(
+            -table.get_weights()[0][:, 0] * size, np.bincount([rank % 2, 2], minlength=3), rtol=1e-6
+        )
 
     # Embeddings: rows that no rank has looked up stay.
     for sparse_as_dense in (False, True):
