@@ -19,6 +19,8 @@ from hvdp._core.compression import Compressor, NoCompressor
 from hvdp._core.ops import Adasum
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
+from hvdp.basics import rank
+from hvdp.errors import InvalidArgumentError
 from hvdp.gradients import ArrayReducer
 from hvdp.keras._backend import backend
 from hvdp.keras.overlap import Overlap
@@ -92,6 +94,13 @@ class Link:
                 optimizer.build(known)
             optimizer.built = True
         used = known or list(optimizer._trainable_variables)
+        built = set(map(key_of, optimizer._trainable_variables))
+        for variable in used:
+            if key_of(variable) not in built:
+                raise InvalidArgumentError(
+                    f"rank {rank()}: the optimizer was built for other variables, without "
+                    f"{_path(variable)}: make a new optimizer for these, and wrap that"
+                )
         with self.entered():
             self.handed.update(map(key_of, used))
             if self.policy.op is Adasum:

@@ -243,6 +243,13 @@ def _cases(folder: str) -> None:
         hvd.DistributedOptimizer(optimizer)
     with pytest.raises(ValueError, match="must be at least 1"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
+    optimizer.build([keras.Variable(np.zeros(3, "float32"))])
+    new = keras.Variable(np.zeros(3, "float32"), name="new")
+    with pytest.raises(
+        hvd.InvalidArgumentError, match=rf"rank {rank}: .* without .*new: make a new optimizer"
+    ):
+        optimizer.apply([new.value * 0], [new])
     variable = keras.Variable(np.zeros(3 + rank, "float32"), name="odd")
     with pytest.raises(hvd.MismatchError, match="odd"):
         hvd.DistributedOptimizer(keras.optimizers.SGD()).apply([variable.value * 0], [variable])
