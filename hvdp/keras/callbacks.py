@@ -44,7 +44,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     Args:
         root_rank: whose variables to start from.
         device: accepted as Horovod accepts it; not needed.
-        local_variables: variables that stay each rank's own.
+        local_variables: variables that stay each rank's own, and what the optimizer keeps about
+            them; not needed for those that a PartialDistributedOptimizer knows.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -11,6 +11,7 @@ from hvdp._core.agreement import check_same_variables
 from hvdp._core.objects import allgather_object
 from hvdp._core.runtime import runtime
 from hvdp._numpy import collectives
+from hvdp.keras.hooks import link_of
 from hvdp.keras.link import key_of
 
 __all__ = ["broadcast_global_variables", "broadcast_variables", "shared_variables", "sync"]
@@ -34,11 +35,31 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
 
 
 def shared_variables(model: Any, local: Collection[Any] = (), optimizer: bool = True) -> list[Any]:
-    """A model's variables, and its optimizer's if wanted, without those in `local`, each once."""
-    own = getattr(model, "optimizer", None) if optimizer else None
-    everything = [*model.variables, *(own.variables if own is not None else ())]
-    apart = {key_of(variable) for variable in local}
+    """A model's variables, and its optimizer's if wanted, each once.
+
+    Without those in `local` and those that the optimizer knows to be this rank's own, and
+    without what the optimizer keeps about them.
+    """
+    own = getattr(model, "optimizer", None)
+    link = link_of(own)
+    apart = {key_of(variable) for variable in local} | (link.local if link else set())
+    everything = list(model.variables)
+    if own is not None and optimizer:
+        everything += own.variables
+        apart |= {key_of(slot) for slot in _slots(own, apart)}
     return list({key_of(v): v for v in everything if key_of(v) not in apart}.values())
+
+
+def _slots(optimizer: Any, keys: Collection[int]) -> Iterator[Any]:
+    """What an optimizer, and one within it, keeps about the variables with these keys."""
+    while optimizer is not None:
+        variables = getattr(optimizer, "_trainable_variables", [])
+        places = [i for i, variable in enumerate(variables) if key_of(variable) in keys]
+        for name, kept in vars(optimizer).items():
+            # Keras's optimizers have a list of each kind of slot, in the order of the variables.
+            if name != "_variables" and isinstance(kept, list) and len(kept) == len(variables):
+                yield from (kept[place] for place in places)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def broadcast_global_variables(root_rank: int, model: Any = None, local: Sequence[Any] = ()) -> None:
@@ -48,7 +69,7 @@ def broadcast_global_variables(root_rank: int, model: Any = None, local: Sequenc
 
     Args:
         model: compiled, and built alike on all ranks.
-        local: variables that stay this rank's own.
+        local: variables that stay this rank's own, besides a PartialDistributedOptimizer's.
     """
     optimizer = getattr(model, "optimizer", None)
     some_have_state = any(allgather_object(optimizer is not None and optimizer.built))

@@ -182,6 +182,38 @@ def _cases() -> None:
     )
     assert history.epoch == [0, 1, 2]
 
+    # Local variables, of other shapes on each rank, stay with what the optimizer keeps about them.
+    for partial in (True, False):
+        shared, local = (
+            keras.layers.Dense(n, use_bias=False, kernel_initializer="ones") for n in (1, rank + 1)
+        )
+        for layer in (shared, local):
+            layer.build((None, 1))
+            layer.kernel.assign(layer.kernel * (rank + 1))
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.5)
+        if partial:
+            hvd.PartialDistributedOptimizer(optimizer, local_layers=local)
+        else:
+            hvd.DistributedOptimizer(optimizer).register_local_var(local.kernel)
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+        optimizer.build([shared.kernel, local.kernel])
+        model = keras.Sequential([keras.layers.Input((1,)), shared, local])
+        model.compile(optimizer, lambda y, found: keras.ops.sum(found * 0, axis=-1))
+        kept = getattr(optimizer, "inner_optimizer", optimizer).momentums
+        for variable in kept:
+            variable.assign(variable * 0 + rank + 1)
+        together = hvd.callbacks.BroadcastGlobalVariablesCallback(
+            0, local_variables=None if partial else local.trainable_variables
+        )
+        batches = ones[: 2 * (1 + (rank > 0))]
+        model.fit(batches, batches, callbacks=[together], **fit)
+        steps = np.arange(1, len(batches) // 2 + 1)
+        moved = np.sum(0.5**steps)  # of a momentum of 1
+        np.testing.assert_allclose(model.get_weights()[1], np.full((1, rank + 1), (rank + 1) * (1 + moved)))
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(kept[1]), (rank + 1) * 0.5 ** steps[-1])
+        np.testing.assert_allclose(model.get_weights()[0], 1 + 0.5 + 0.25)
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(kept[0]), 0.25)
+
     # Different numbers of batches: the others go on, and all end with the same weights.
     model = _model(0.1)
     own = 2 * (rank + 1)
