@@ -69,15 +69,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             broadcast_global_variables(self.root_rank, self.model, self._local)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        last = join()
-        sync(self.model)
-        optimizer = self.model.optimizer
-        link = link_of(optimizer)
-        steps = 0 if optimizer is None else int(optimizer.iterations)
-        if len(set(allgather_object((steps, link.windows if link else 0)))) > 1:
-            broadcast_global_variables(last, self.model, self._local)
-            if link:
-                link.begin_anew()
+        _end_together(self.model, self._local)
 
     def _count(self) -> int:
         return len(shared_variables(self.model, self._local, optimizer=False))
@@ -165,10 +157,28 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
 
 class StopTogetherCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Where any rank wants to stop training, all stop after the same epoch."""
+    """Where any rank wants to stop training, all stop after the same epoch.
+
+    A rank that stops within an epoch waits at its end, as BroadcastGlobalVariablesCallback
+    lets it; that one has to come first where others between the two communicate.
+    """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        _end_together(self.model)
         self.model.stop_training = any(allgather_object(bool(self.model.stop_training)))
+
+
+def _end_together(model: Any, local: Sequence[Any] = ()) -> None:
+    """Wait for the ranks that have more batches in this epoch, and take over their variables."""
+    last = join()
+    sync(model)
+    optimizer = model.optimizer
+    link = link_of(optimizer)
+    steps = 0 if optimizer is None else int(optimizer.iterations)
+    if len(set(allgather_object((steps, link.windows if link else 0)))) > 1:
+        broadcast_global_variables(last, model, local)
+        if link:
+            link.begin_anew()
 
 
 def _values(variables: Sequence[Any]) -> list[Array]:

@@ -170,6 +170,24 @@ def _cases() -> None:
     )
     assert history.epoch == [0, 1, 2]
 
+    class StopWithin(keras.callbacks.Callback):
+        """On one rank, after one batch of the second epoch: the others have four."""
+
+        epoch = 0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = (self.epoch, batch) == (1, 0) and rank == 0
+
+    model = _model(0.1)
+    history = model.fit(
+        ones, ones * 0, epochs=9, callbacks=[StopWithin(), hvd.callbacks.StopTogetherCallback()], **fit
+    )
+    assert history.epoch == [0, 1]
+    np.testing.assert_allclose(_weight(model), 0.8**8, rtol=1e-5)
+
     class Mine(keras.callbacks.Callback):
         """A metric that stops getting better on the last rank alone."""
 
