@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from hvdp.basics import rank, size
+from hvdp.collectives import allgather_object
 from hvdp.errors import InvalidArgumentError
 from hvdp.keras.state import sync
 from hvdp.scaling import warmup_factor
@@ -31,7 +32,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         staircase: change it with each epoch; else with each batch, by fractions of an epoch.
         momentum_correction: where the rate changes, scale accumulated momentum by as much, for it
             contains the old rate (arXiv:1706.02677, section 3). For optimizers with `momentum`.
-        steps_per_epoch: batches in an epoch, where Keras does not know.
+        steps_per_epoch: batches in an epoch, where Keras does not know. Without `staircase` the
+            largest number of all ranks counts on all, so that they step with equal rates.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._given = multiplier
         self._epoch = 0
         self._began = False
+        self._most_steps = 0
 
     def multiplier(self, epoch: float) -> float:
         """At an epoch, or a fraction of one."""
@@ -63,6 +66,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._began = False
+        if not self.staircase:
+            self._most_steps = max(allgather_object(self.steps_per_epoch or self.params.get("steps") or 0))
         if isinstance(
             getattr(self._optimizer(), "_learning_rate", None),
             keras.optimizers.schedules.LearningRateSchedule,
@@ -94,12 +99,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         return epoch + batch / self._steps()
 
     def _steps(self) -> int:
-        steps = self.steps_per_epoch or self.params.get("steps")
-        if not steps:
+        if not self._most_steps:
             raise InvalidArgumentError(
                 f"{type(self).__name__} needs steps_per_epoch: Keras does not know the number of batches"
             )
-        return int(steps)
+        return int(self._most_steps)
 
     def _optimizer(self) -> Any:
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)

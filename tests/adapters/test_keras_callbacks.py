@@ -148,6 +148,15 @@ def _cases() -> None:
         model.fit(ones, ones, epochs=9, initial_epoch=start, callbacks=[*schedule(), resumed], **fit)
         np.testing.assert_allclose(resumed.seen, wanted[4 * start :], rtol=1e-5)
 
+    # By the batches of the rank that has most.
+    own = ones if rank == size - 1 else ones[:4]
+    uneven = Rates()
+    together = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    warm_up = hvd.callbacks.LearningRateWarmupCallback(peak, warmup_epochs=1)
+    _model(peak).fit(own, own, callbacks=[together, warm_up, uneven], **fit)
+    wanted = [peak / size * (1 + (size - 1) * (i + 1) / 4) for i in range(len(own) // 2)]
+    np.testing.assert_allclose(uneven.seen, wanted, rtol=1e-5)
+
     # Momentum correction: the buffer, -rate * gradient, is scaled as the rate is.
     for corrected in (True, False):
         model = _model(0.1, momentum=0.5)
