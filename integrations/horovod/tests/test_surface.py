@@ -96,6 +96,14 @@ def test_the_other_names_on_the_list_are_missing(module: str) -> None:
     assert OTHERS_NOT_YET[module].isdisjoint(dir(importlib.import_module(module)))
 
 
+@pytest.mark.parametrize("framework", ["tensorflow", "torch"])
+def test_compression_is_a_module_as_well(framework: str) -> None:
+    if f"horovod.{framework}" not in PRESENT:
+        pytest.skip(f"{framework} is not installed")
+    module = importlib.import_module(f"horovod.{framework}.compression")
+    assert module.Compression is importlib.import_module(f"hvdp.{framework}").Compression
+
+
 @pytest.mark.parametrize("path", CALLS)
 def test_calls_are_of_the_same_kind(path: str) -> None:
     _, value, fact = found(path)

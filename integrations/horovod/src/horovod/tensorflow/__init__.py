@@ -1,3 +1,4 @@
 """hvdp.tensorflow under Horovod's name; `__version__` here is hvdp's."""
 
+from horovod.tensorflow import compression as compression
 from hvdp.tensorflow import *  # noqa: F403

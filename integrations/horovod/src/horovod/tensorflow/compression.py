@@ -1,0 +1,5 @@
+"""What `compression=` takes."""
+
+from hvdp.tensorflow import Compression
+
+__all__ = ["Compression"]
