@@ -74,27 +74,6 @@ def _cases() -> None:
         np.testing.assert_allclose(own, wanted, rtol=1e-5)
         assert _weight(model) == 1
 
-    # TensorFlow builds a model in its first batch: everybody's is the root's then, or from the start.
-    class Late(keras.Model):
-        def __init__(self, dense: Any) -> None:
-            super().__init__()
-            self.dense = dense
-
-        def call(self, inputs: Any) -> Any:
-            return self.dense(inputs)
-
-    for made, built in ((Late, ()), (lambda dense: keras.Sequential([dense]), (0,)), (Late, (size - 1,))):
-        start = keras.initializers.Constant(rank + 1.0)
-        model = made(keras.layers.Dense(1, use_bias=False, kernel_initializer=start))
-        optimizer = keras.optimizers.SGD(0.0 if built else 0.1, momentum=0.9)
-        model.compile(hvd.DistributedOptimizer(optimizer), "mse")
-        if rank in built:
-            model(ones)
-        model.fit(ones, ones, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(size - 1)], **fit)
-        everyone = hvd.allgather(np.array([_weight(model)]))
-        np.testing.assert_array_equal(everyone, everyone[0])
-        assert not built or everyone[0] == size
-
     # Metrics: means over ranks, or of all samples.
     model = _model(0.0)
     own = (rank + 1) * 2  # samples
@@ -262,6 +241,17 @@ def _cases() -> None:
     np.testing.assert_allclose(_weight(loaded), _weight(model), rtol=1e-6)
     loaded.fit(ones, ones * rank, **fit)
     np.testing.assert_allclose(hvd.allgather(np.array([_weight(loaded)])), _weight(loaded))
+
+    class Quality(keras.callbacks.Callback):
+        """Best after the second of three epochs, each of which makes the weight 0.8 of what it was."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["quality"] = [2.0, 1.0, 3.0][epoch]
+
+    best = hvd.callbacks.BestModelCheckpoint("quality", mode="min", filepath=folder / "second.keras")
+    _model(0.1).fit(ones[:2], ones[:2] * 0, epochs=3, callbacks=[Quality(), best], **fit)
+    hvd.barrier()
+    np.testing.assert_allclose(_weight(hvd.load_model(folder / "second.keras")), 0.8**2, rtol=1e-6)
 
     # Data of all kinds.
     class Batches(keras.utils.PyDataset):

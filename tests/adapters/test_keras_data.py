@@ -1,4 +1,4 @@
-"""Shards of every kind of data in `fit`, and ranks with different numbers of batches."""
+"""What `fit` is given: shards of every kind of data, different numbers of batches, models not yet built."""
 
 from __future__ import annotations
 
@@ -94,6 +94,30 @@ def _cases() -> None:
     np.testing.assert_array_equal(everyone, everyone[0])
     # Every gradient is 1: whoever takes part in a window has the sum 2.
     np.testing.assert_allclose(everyone[0], 0.1 * 2 * int(model.optimizer.iterations), rtol=1e-5)
+
+    # TensorFlow builds a model in its first batch: everybody's is the root's then, or from the start.
+    ones = np.ones((4, 1), "float32")
+    last = [hvd.callbacks.BroadcastGlobalVariablesCallback(size - 1)]
+
+    class Late(keras.Model):
+        def __init__(self, dense: Any) -> None:
+            super().__init__()
+            self.dense = dense
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+    for made, built in ((Late, ()), (lambda dense: keras.Sequential([dense]), (0,)), (Late, (size - 1,))):
+        start = keras.initializers.Constant(rank + 1.0)
+        model = made(keras.layers.Dense(1, use_bias=False, kernel_initializer=start))
+        optimizer = keras.optimizers.SGD(0.0 if built else 0.1, momentum=0.9)
+        model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+        if rank in built:
+            model(ones)
+        model.fit(ones, ones, batch_size=2, verbose=0, callbacks=last)
+        everyone = hvd.allgather(np.array([weight(model)]))
+        np.testing.assert_array_equal(everyone, everyone[0])
+        assert not built or everyone[0] == size
 
 
 @pytest.mark.timeout(240)

@@ -47,6 +47,10 @@ def _cases() -> None:
     x = tf.constant([1.0, 2.0]) * (rank + 1)
     for found in each_way(hvd.allreduce, x):
         same(found, np.array([1.0, 2.0]) * ranks.mean())
+    for found in each_way(hvd.allreduce, tf.constant([rank, -rank])):
+        same(found, [ranks.sum() // size - 1, -(ranks.sum() - size) // size])  # rounded down
+    with pytest.raises(ValueError, match="bool"):
+        hvd.allreduce(tf.constant([True]))
     for found in each_way(lambda x: hvd.allreduce(x, compression=hvd.Compression.fp16), x):
         assert found.dtype == tf.float32
         same(found, np.array([1.0, 2.0]) * ranks.mean())
@@ -88,6 +92,8 @@ def _cases() -> None:
     even = tf.reshape(tf.range(4.0 * size), [2 * size, 2])
     for found in each_way(lambda x: hvd.reducescatter(x, op=hvd.Sum), even):
         same(found, even.numpy()[2 * rank : 2 * rank + 2] * size)
+    for found in each_way(lambda x: hvd.grouped_reducescatter([x, 2 * x[:size]])[1], even):
+        same(found, 2 * even.numpy()[rank : rank + 1])
 
     # Gradients, of the sum of all ranks' losses.
     def gradient(call: Any, x: Any) -> Any:
