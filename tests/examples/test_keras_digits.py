@@ -16,12 +16,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LAST_LINE = re.compile(r"test accuracy (?P<accuracy>\d\.\d{4})  images/s \d+  ranks (?P<ranks>\d+)")
 
 
+SCRIPTS = [("keras_digits.py", "torch"), ("keras_digits.py", "jax"), ("tensorflow_digits.py", "tensorflow")]
+RUNS = [(script, backend, ranks) for script, backend in SCRIPTS for ranks in (1, 2, 4)]
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("script", "backend"),
-    [("keras_digits.py", "torch"), ("keras_digits.py", "jax"), ("tensorflow_digits.py", "tensorflow")],
-)
+@pytest.mark.parametrize(("script", "backend", "ranks"), [*RUNS, ("keras_digits.py", "tensorflow", 2)])
 def test_it_learns_on_any_number_of_ranks(script: str, backend: str, ranks: int) -> None:
     pytest.importorskip(backend, reason=f"{backend} is not installed")
     done = run_script(
