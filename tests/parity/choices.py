@@ -17,6 +17,7 @@ def every_optimizer() -> None:
     special = {
         "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
         "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+        "Muon": lambda p: torch.optim.Muon(p, lr=0.1),
     }
     names = [name for name in dir(torch.optim) if _is_optimizer(getattr(torch.optim, name))]
     assert len(names) >= 13
@@ -26,14 +27,19 @@ def every_optimizer() -> None:
             continue
         make = special.get(name, getattr(torch.optim, name))
         bias = name != "Muon"  # which takes matrices only
+        tolerance = 1e-3 if name == "Muon" else 1e-7  # Muon computes in bfloat16
 
-        def train(way: Way, make: Any = make, bias: bool = bias) -> list[Tensor]:
+        def train(
+            way: Way, make: Any = make, bias: bool = bias, tolerance: float = tolerance
+        ) -> list[Tensor]:
             model = mlp(bias)
-            return plain_loop(
-                way, model, way.wrap(make(model.parameters()), named_parameters=model.named_parameters())
-            )
+            optimizer = way.wrap(make(model.parameters()), named_parameters=model.named_parameters())
+            found = plain_loop(way, model, optimizer)
+            for old, parameter in zip(mlp(bias).parameters(), found, strict=True):
+                assert (parameter - old).abs().max() > 100 * tolerance, f"{make} hardly moves"
+            return found
 
-        same(train, 1e-3 if name == "Muon" else 1e-7)  # Muon computes in bfloat16
+        same(train, tolerance)
 
 
 def _is_optimizer(found: Any) -> bool:

@@ -126,18 +126,24 @@ def schedulers_and_hooks_of_ones_own() -> None:
 
 
 def autocast() -> None:
+    tolerance = 1e-2
+
     def train(way: Way) -> list[Tensor]:
         model = mlp().float()
+        before = [p.detach().clone() for p in model.parameters()]
         optimizer = way.wrap(sgd(model))
         for inputs, targets in batches():
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 found = model(way.share(inputs).float())
+            assert found.dtype is torch.bfloat16
             F.mse_loss(found.float(), way.share(targets).float()).backward()
             optimizer.step()
+        for old, parameter in zip(before, model.parameters(), strict=True):
+            assert (parameter - old).abs().max() > 5 * tolerance
         return list(model.parameters())
 
-    same(train, 3e-2)
+    same(train, tolerance)
 
 
 def compiled_modules() -> None:
