@@ -75,8 +75,20 @@ def _train(model: torch.nn.Module, optimizer: Any, data: torch.Tensor) -> None:
     optimizer.step()
 
 
+def _restored(make: Any) -> tuple[torch.nn.Module, Any]:
+    """A model after three steps of one process, with options that may differ; equal wherever it is made."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 2), torch.nn.Flatten(), torch.nn.Linear(12, 1))
+    model = model.double().to(memory_format=torch.channels_last)
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        _train(model, optimizer, torch.randn(4, 2, 3, 3).double())
+    optimizer.param_groups[0] |= {"lr": optimizer.param_groups[0]["lr"] / 3, "mine": (1, None, True)}
+    return model, optimizer
+
+
 def goes_on_as_one_process() -> None:
-    """Only rank 0 restores a checkpoint, with every option that may differ; five more steps."""
+    """Only rank 0 restores a checkpoint; five more steps are those of one process that made all eight."""
     rank, size = _start()
     makers: list[Any] = [
         lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.95), foreach=True),
@@ -88,15 +100,14 @@ def goes_on_as_one_process() -> None:
         lambda p: Named(p, lr=0.01, momentum=0.9),
     ]
     for make in makers:
-        torch.manual_seed(rank)
-        model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 2), torch.nn.Flatten(), torch.nn.Linear(12, 1))
-        model = model.double().to(memory_format=torch.channels_last)
-        optimizer = make(model.parameters())
-        if rank == 0:
-            for _ in range(2):
-                _train(model, optimizer, torch.randn(4, 2, 3, 3).double())
-            optimizer.param_groups[0] |= {"lr": optimizer.param_groups[0]["lr"] / 3, "mine": (1, None, True)}
-        else:
+        alone, one = _restored(make)
+        model, optimizer = _restored(make)
+        if rank:
+            torch.manual_seed(rank)
+            for module in model:
+                if not isinstance(module, torch.nn.Flatten):
+                    module.reset_parameters()
+            optimizer = make(model.parameters())
             optimizer.param_groups[0] |= {"foreach": None, "lr": 5.0, "of others": 1}
             optimizer.param_groups[0].pop("betas", None)
         hvd.broadcast_parameters(model.state_dict())
@@ -110,12 +121,8 @@ def goes_on_as_one_process() -> None:
             if isinstance(value, torch.Tensor) and value.shape == model[0].weight.shape:
                 assert value.stride() == model[0].weight.stride()
         if make is makers[-1]:
-            assert optimizer.state["common"] == {"calls": 2}
+            assert optimizer.state["common"] == {"calls": 3}
         hvd.check_consistency(model, optimizer)
-        alone = copy.deepcopy(model)
-        one = make(alone.parameters())
-        one.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        one.state.update({k: dict(v) for k, v in optimizer.state.items() if isinstance(k, str)})
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         generator = torch.Generator().manual_seed(7)
         for _ in range(5):
