@@ -88,8 +88,11 @@ def closures() -> None:
         torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, tolerance_grad=0, tolerance_change=0)
     )
 
+    counts = {id(plain): 0, id(ours): 0}
+
     def closure(optimizer: Any, net: Any, part: slice) -> Any:
         def evaluate() -> torch.Tensor:
+            counts[id(optimizer)] += 1
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(net(data[part]), target[part])
             loss.backward()
@@ -100,6 +103,8 @@ def closures() -> None:
     for _ in range(3):
         plain.step(closure(plain, alone, slice(None)))
         ours.step(closure(ours, model, share))
+    assert hvd.allgather_object(counts[id(ours)]) == [counts[id(plain)]] * size
+    assert counts[id(ours)] >= 10
     for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9)
 

@@ -136,6 +136,72 @@ def an_inf_on_one_rank_with_adasum() -> None:
         assert scaler.get_scale() == (2.0 if rank == 0 else 4.0)
 
 
+def gradients_that_one_rank_drops() -> None:
+    """Between backward and step: it reduces once more, alone. Between passes: it loses its first one."""
+    rank, size, mean = _start()
+    for dropping in (0, size - 1):
+        a = nn.Parameter(torch.zeros(1))
+        optimizer = _sgd(a)
+
+        def backward(a: Any = a) -> None:
+            (a * (rank + 1)).sum().backward()
+
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        backward()
+        if rank == dropping:
+            optimizer.zero_grad()
+            with pytest.raises(MismatchError, match=DIFFERENT):
+                optimizer.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(MismatchError, match=DIFFERENT):
+                backward()
+        hvd.join()
+        optimizer.zero_grad()
+        hvd.broadcast_parameters([("a", a)], root_rank=dropping)
+        backward()
+        optimizer.step()
+        assert a.item() == -2 * mean
+        optimizer = _sgd(a, backward_passes_per_step=2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward()
+            if rank == dropping:
+                optimizer.zero_grad()
+            backward()
+            optimizer.step()
+            assert a.grad == 2 * mean - (dropping + 1) / size
+
+
+def an_evaluation_too_many() -> None:
+    """By the L-BFGS of one rank, which was given another limit."""
+    rank, size, _ = _start()
+    for odd in (0, size - 1):
+        a = nn.Parameter(torch.zeros(2))
+        limit = 3 + (rank == odd)
+        optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS([a], lr=0.1, max_iter=limit))
+        evaluations = []
+
+        def closure(a: Any = a, optimizer: Any = optimizer, evaluations: Any = evaluations) -> Any:
+            evaluations.append(1)
+            optimizer.zero_grad()
+            loss = (a - torch.tensor([1.0, 5.0]) * (rank + 1)).square().sum()
+            loss.backward()
+            return loss
+
+        def two_steps(optimizer: Any = optimizer, closure: Any = closure) -> None:
+            for _ in range(2):
+                optimizer.step(closure)
+
+        with pytest.raises(MismatchError, match=DIFFERENT):
+            two_steps()
+        assert len(evaluations) == 4
+        hvd.join()
+
+
 def passes_in_a_step_change() -> None:
     """From window to window, as the program says."""
     rank, _, mean = _start()
@@ -170,6 +236,8 @@ CASES = [
     an_inf_that_one_rank_sees_alone,
     passes_that_are_dropped,
     an_inf_on_one_rank_with_adasum,
+    gradients_that_one_rank_drops,
+    an_evaluation_too_many,
     passes_in_a_step_change,
 ]
 
