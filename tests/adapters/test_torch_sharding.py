@@ -229,6 +229,35 @@ def epochs_that_need_not_agree() -> None:
     assert ["rank 0 in 0, rank 1 in 7" in text for text in warnings] == [True] * (rank == 0), warnings
 
 
+def uneven_epochs_with_a_join() -> None:
+    """Ranks with more samples go on alone; each step is that of one process on what the others still have."""
+    rank, size = _start()
+    data = torch.randn(11, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weight, alone = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1, momentum=0.9))
+    plain = torch.optim.SGD([alone], lr=0.1, momentum=0.9)
+    loader = DataLoader(range(11), sampler=hvd.shard(TensorDataset(data), pad=False))
+    for _ in range(2):
+        seen = []
+        for (index,) in loader:
+            seen.append(int(index))
+            optimizer.zero_grad()
+            (data[index] @ weight - 1).square().backward()
+            optimizer.step()
+        assert len(seen) == len(range(rank, 11, size))
+        last = hvd.join()
+        hvd.broadcast_parameters([("weight", weight)], root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+        assert _everybodys(seen) == list(range(11))
+        everyone = hvd.allgather_object(seen)
+        for step in range(len(everyone[0])):
+            plain.zero_grad()
+            batch = data[[theirs[step] for theirs in everyone if step < len(theirs)]]
+            (batch @ alone - 1).square().mean().backward()
+            plain.step()
+        torch.testing.assert_close(weight, alone, rtol=1e-9, atol=1e-9)
+
+
 def _run_all() -> None:
     map_style()
     tensors()
@@ -239,6 +268,7 @@ def _run_all() -> None:
     epochs_of_one_rank_alone()
     a_look_at_epochs_makes_no_rank_wait()
     epochs_that_need_not_agree()
+    uneven_epochs_with_a_join()
 
 
 @pytest.mark.parametrize("world", worlds(shm=(2, 3)), ids=str)
