@@ -80,19 +80,11 @@ def closures() -> None:
         torch.randn(6 * size, 5, dtype=torch.float64),
         torch.randn(6 * size, 5, dtype=torch.float64),
     )
-    model = _stack(1).double()
-    alone = copy.deepcopy(model)
     share = slice(6 * rank, 6 * rank + 6)
-    plain = torch.optim.LBFGS(alone.parameters(), lr=0.5, max_iter=5, tolerance_grad=0, tolerance_change=0)
-    ours = hvd.DistributedOptimizer(
-        torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, tolerance_grad=0, tolerance_change=0)
-    )
 
-    counts = {id(plain): 0, id(ours): 0}
-
-    def closure(optimizer: Any, net: Any, part: slice) -> Any:
+    def closure(optimizer: Any, net: Any, part: slice, counts: list[int]) -> Any:
         def evaluate() -> torch.Tensor:
-            counts[id(optimizer)] += 1
+            counts[-1] += 1
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(net(data[part]), target[part])
             loss.backward()
@@ -100,13 +92,23 @@ def closures() -> None:
 
         return evaluate
 
-    for _ in range(3):
-        plain.step(closure(plain, alone, slice(None)))
-        ours.step(closure(ours, model, share))
-    assert hvd.allgather_object(counts[id(ours)]) == [counts[id(plain)]] * size
-    assert counts[id(ours)] >= 10
-    for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9)
+    for search in (None, "strong_wolfe"):
+        model = _stack(1).double()
+        alone = copy.deepcopy(model)
+        options: Any = {"lr": 0.5, "max_iter": 5, "tolerance_grad": 0, "tolerance_change": 0}
+        options["line_search_fn"] = search
+        plain = torch.optim.LBFGS(alone.parameters(), **options)
+        ours = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), **options))
+        counts: tuple[list[int], list[int]] = ([], [])
+        for _ in range(3):
+            for each in counts:
+                each.append(0)
+            plain.step(closure(plain, alone, slice(None), counts[0]))
+            ours.step(closure(ours, model, share, counts[1]))
+        assert hvd.allgather_object(counts[1]) == [counts[0]] * size
+        assert min(counts[0]) >= 5
+        for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9)
 
 
 class Factored(torch.optim.SGD):
