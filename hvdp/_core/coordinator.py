@@ -7,7 +7,7 @@ which all members of each process set will act on them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -127,8 +127,8 @@ class Coordinator:
             error = f"process set {signature.process_set} has been removed; add it again before using it"
             return [Verdict((rank,), signature, error=error, invalid=True)]
         key = (signature.process_set, signature.name)
-        if error := self._refused.get(key, {}).pop(rank, ""):
-            return [Verdict((rank,), signature, error=error)]
+        if key in self._refused and rank in self._refused[key]:
+            return [Verdict((rank,), signature, error=self._refused[key].pop(rank))]
         crossed = self._crossed(rank, signature)
         pending = self._pending.setdefault(key, _Pending(self._clock()))
         pending.by_rank[rank] = submission
@@ -207,9 +207,7 @@ class Coordinator:
         error = wording.crossed(keys[0][1], [(members, list(by_rank)) for members, by_rank in sets])
         told = {rank for _, by_rank in sets for rank in by_rank}
         for key, (members, _) in zip(keys, sets, strict=True):
-            # Members who come later wait for nobody.
-            late = [rank for rank in members if rank not in told and rank not in self._joined]
-            self._refused.setdefault(key, {}).update(dict.fromkeys(late, error))
+            self._refuse(key, [rank for rank in members if rank not in told], error)
         return [
             Verdict(tuple(by_rank), next(iter(by_rank.values())).signature, error=error)
             for _, by_rank in sets
@@ -237,9 +235,13 @@ class Coordinator:
             if waiting:
                 signature = next(iter(waiting.values())).signature
                 verdicts.append(Verdict(tuple(waiting), signature, error=error))
-            late = [rank for rank, size in sizes.items() if size > index and rank not in waiting]
-            self._refused.setdefault(rest, {}).update(dict.fromkeys(late, error))
+            self._refuse(rest, [r for r, size in sizes.items() if size > index and r not in waiting], error)
         return verdicts
+
+    def _refuse(self, key: tuple[int, str], late: Sequence[int], error: str) -> None:
+        """Tell ranks when they submit a name for which nobody waits any more."""
+        if late := [rank for rank in late if rank not in self._joined]:
+            self._refused.setdefault(key, {}).update(dict.fromkeys(late, error))
 
     def _decide(self, members: tuple[int, ...], submitted: dict[int, Submission]) -> Verdict:
         present = tuple(rank for rank in members if rank in submitted)

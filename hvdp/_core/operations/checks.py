@@ -32,17 +32,14 @@ def reduction_fault(dtype: str, reduction: Reduction) -> str:
         or (op is Adasum and "float" not in dtype)
     ):
         return f"op {op.name} has no meaning for dtype {dtype}; cast the tensor first"
-    if dtype == "bool" and (reduction.prescale != 1.0 or reduction.postscale != 1.0):
-        return (
-            "scale factors have no meaning for dtype bool; cast the tensor first. "
-            f"Received: prescale_factor {reduction.prescale}, postscale_factor {reduction.postscale}"
-        )
-    if math.isnan(reduction.prescale) or math.isnan(reduction.postscale):
-        return (
-            "scale factors must be numbers. "
-            f"Received: prescale_factor {reduction.prescale}, postscale_factor {reduction.postscale}"
-        )
-    return ""
+    before, after = reduction.prescale, reduction.postscale
+    if dtype == "bool" and (before != 1.0 or after != 1.0):
+        fault = "have no meaning for dtype bool; cast the tensor first"
+    elif math.isnan(before) or math.isnan(after):
+        fault = "must be numbers"
+    else:
+        return ""
+    return f"scale factors {fault}. Received: prescale_factor {before}, postscale_factor {after}"
 
 
 def root_fault(root_rank: Any, members: tuple[int, ...]) -> str:
