@@ -2,11 +2,10 @@
 
     python benchmarks/train_step.py -np 2 --json train_step.json
 
-Each contender trains its own copy of the model on the same data. Short blocks of steps of all
-contenders alternate; `added` is the median difference to the block without communication. A step
-varies by more than what is added to it, so there are many blocks, and the ratio comes with the
-range in which it lies in 95 % of the draws of as many of these blocks (the percentile bootstrap:
-Efron 1979).
+Each contender trains its own copy of the model on the same data. The steps of all contenders
+alternate; `added` is the median difference to the step without communication. A step varies by
+more than what is added to it, so there are many, and the ratio comes with the range in which it
+lies in 95 % of the draws of as many of these steps (the percentile bootstrap: Efron 1979).
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class Case(NamedTuple):
     model: nn.Module
     inputs: Tensor
     labels: Tensor
-    steps_per_block: int
-    blocks: int
+    steps: int
 
 
 def transformer(quick: bool) -> Case:
@@ -52,7 +50,7 @@ def transformer(quick: bool) -> Case:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(self.encoder(self.embedding(tokens)).mean(dim=1))
 
-    return Case(Classifier(), torch.randint(vocabulary, (8, 64)), torch.randint(10, (8,)), 1, 100)
+    return Case(Classifier(), torch.randint(vocabulary, (8, 64)), torch.randint(10, (8,)), 100)
 
 
 def mlp(quick: bool) -> Case:
@@ -67,7 +65,7 @@ def mlp(quick: bool) -> Case:
         nn.ReLU(),
         nn.Linear(width, 1024),
     )
-    return Case(model, torch.randn(128, 1024), torch.randint(1024, (128,)), 1, 100)
+    return Case(model, torch.randn(128, 1024), torch.randint(1024, (128,)), 100)
 
 
 def convnet(quick: bool) -> Case:
@@ -87,7 +85,7 @@ def convnet(quick: bool) -> Case:
         nn.Flatten(),
         nn.Linear(2 * channels, 10),
     )
-    return Case(model, torch.randn(48, 3, 32, 32), torch.randint(10, (48,)), 1, 100)
+    return Case(model, torch.randn(48, 3, 32, 32), torch.randint(10, (48,)), 100)
 
 
 MODELS = {"transformer": transformer, "mlp": mlp, "convnet": convnet}
@@ -120,15 +118,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> Callable[[], None]:
-    """One block of training steps."""
+    """One training step."""
 
-    def block() -> None:
-        for _ in range(case.steps_per_block):
-            optimizer.zero_grad()
-            F.cross_entropy(model(case.inputs), case.labels).backward()
-            optimizer.step()
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(case.inputs), case.labels).backward()
+        optimizer.step()
 
-    return block
+    return step
 
 
 def main() -> None:
@@ -144,14 +141,14 @@ def main() -> None:
         torch.manual_seed(world.rank)
         case = build_case(args.quick)
         if args.quick:
-            case = case._replace(steps_per_block=1, blocks=3)
+            case = case._replace(steps=3)
         hvd.broadcast_parameters(case.model.state_dict(), root_rank=0)
         contenders = {}
         for contender, build in builders.items():
             contenders[contender] = build(copy.deepcopy(case.model), case, name)
             for _ in range(WARM_UP_STEPS):
                 contenders[contender]()
-        result = summary(name, case, world.paired(contenders, case.blocks))
+        result = summary(name, case, world.paired(contenders, case.steps))
         results.append(result)
         if world.rank == 0:
             show(result)
@@ -159,16 +156,15 @@ def main() -> None:
     world.close()
 
 
-def summary(name: str, case: Case, blocks: dict[str, list[float]]) -> dict:
-    """Per step: seconds, and seconds added to the step without communication, paired by block."""
-    steps = {key: np.array(times) / case.steps_per_block for key, times in blocks.items()}
+def summary(name: str, case: Case, taken: dict[str, list[float]]) -> dict:
+    """Seconds of a step, and seconds added to the step without communication that is its pair."""
+    steps = {key: np.array(times) for key, times in taken.items()}
     differences = {key: times - steps["none"] for key, times in steps.items() if key != "none"}
     added = {key: float(np.median(taken)) for key, taken in differences.items()}
     return {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in case.model.parameters()),
-        "blocks": case.blocks,
-        "steps_per_block": case.steps_per_block,
+        "steps": case.steps,
         "step_s": {key: float(np.median(times)) for key, times in steps.items()},
         "added_s": added,
         "hvdp_added_over_ddp_added": added["hvdp"] / added["ddp"] if added["ddp"] > 0 else None,
