@@ -10,7 +10,6 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -24,9 +23,7 @@ import hvdp.torch as hvd
 from hvdp.testing import World, worlds
 
 from . import choices
-from .ways import Way, batches, mlp, plain_loop, same, sgd
-
-SMALL_BUCKETS = {"HVDP_FUSION_THRESHOLD": "400"}
+from .ways import SMALL_BUCKETS, Way, batches, mlp, plain_loop, run_all, same, sgd
 
 
 def clipping() -> None:
@@ -336,14 +333,6 @@ CASES = [
 ]
 
 
-def _run_all(cases: list[Callable[[], None]]) -> None:
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    hvd.init()
-    for case in cases:
-        case()
-
-
 @pytest.mark.parametrize("world", worlds(shm=(2, 3)), ids=str)
 def test_many_ranks_train_as_one_process_does(world: World) -> None:
-    world.run(_run_all, [*choices.CASES, *CASES], env=SMALL_BUCKETS, timeout=100)
+    world.run(run_all, [*choices.CASES, *CASES], env=SMALL_BUCKETS, timeout=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import hvdp.torch as hvd
 
 BATCH = 12  # of all ranks together
 STEPS = 5
+SMALL_BUCKETS = {"HVDP_FUSION_THRESHOLD": "400"}
 
 
 class Way:
@@ -93,3 +95,12 @@ def plain_loop(
         with torch.no_grad():
             model(inputs)
     return list(model.parameters())
+
+
+def run_all(cases: list[Callable[[], None]]) -> None:
+    """On a rank."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    hvd.init()
+    for case in cases:
+        case()
