@@ -31,7 +31,8 @@ _SIGN, _EXPONENT = np.array(0x8000, _UINT16), np.array(0x7F80, _UINT16)
 _BOTH_EXPONENTS = np.array((1 << 16) + (1 << 3), _UINT32)
 _BOTH_BIASES = np.array((13 << 23) + (15 << 10), _UINT32)
 _SIZE, _ONE = np.array(0x7FFF, _UINT16), np.array(1, _UINT16)
-_LARGEST_SUBNORMAL, _INFINITY = 0x3FF, 0x7C00
+_LARGEST_SUBNORMAL, _INFINITY, _MINUS_INFINITY = 0x3FF, 0x7C00, 0xFC00
+_SUBNORMAL = np.array(2.0**-130, _FLOAT32)
 _LARGE = 0x4700  # 2^15 and more
 
 
@@ -47,25 +48,30 @@ def _every_float16() -> Array:
 def _widen_float16(source: Array, target: Array) -> None:
     """The bits in their places are the value times 2^-112.
 
-    65,536 items take 34 us; looking the values up takes 72 us, NumPy's cast 122 us. Subnormal values
-    are looked up: they would be subnormal in float32 too, which some processors multiply a hundred
-    times more slowly, and which some libraries have flushed to zero.
+    65,536 items take 54 us; looking the values up takes 113 us, NumPy's cast 89 us. Many subnormal
+    values are looked up: they would be subnormal in float32 too, which some processors multiply fifty
+    times more slowly; all are where somebody has the processor take them for zero.
     """
-    sizes = scratch.take(3, _UINT16, source.size)
-    np.bitwise_and(source.view(_UINT16), _SIZE, out=sizes)
-    largest = sizes[sizes.argmax()]  # NumPy's max is a Python function
-    np.subtract(sizes, _ONE, out=sizes)
-    if sizes[sizes.argmin()] < _LARGEST_SUBNORMAL:
-        np.take(_every_float16(), source.view(_UINT16), out=target, mode="wrap")
+    signed, unsigned = source.view(_INT16), source.view(_UINT16)
+    if _has_many_subnormals(unsigned) or not _SUBNORMAL * _EXPONENT_BIAS:
+        np.take(_every_float16(), unsigned, out=target, mode="wrap")
         return
     bits = target.view(_INT32)
-    bits[...] = source.view(_INT16)
+    bits[...] = signed
     np.left_shift(bits, _TO_FLOAT32, out=bits)
     np.bitwise_and(bits, _SIGN_AND_VALUE, out=bits)
     np.multiply(target, _EXPONENT_BIAS, out=target)
-    if largest >= _INFINITY:
+    # NumPy's max is a Python function. The largest number without a sign is the least negative value.
+    if signed[signed.argmax()] >= _INFINITY or unsigned[unsigned.argmax()] >= _MINUS_INFINITY:
         special = ~np.isfinite(source)
         target[special] = source[special]
+
+
+def _has_many_subnormals(bits: Array) -> bool:
+    """Judged by one value in 16."""
+    sizes = np.bitwise_and(bits[::16], _SIZE)
+    np.subtract(sizes, _ONE, out=sizes)  # zero becomes the largest number
+    return bool(sizes[sizes.argmin()] < _LARGEST_SUBNORMAL)
 
 
 @cache

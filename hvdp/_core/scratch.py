@@ -15,7 +15,7 @@ PIECE_BYTES = 1 << 17
 """Bytes of one operand in one kernel call: a few of them fit a core's L2 cache."""
 
 
-PIECE_ITEMS = 1 << 18
+PIECE_ITEMS = 1 << 16
 """16-bit floats in one kernel call: casts take many short steps, so fewer calls outweigh the cache."""
 
 _MOST_BYTES = 4 * PIECE_ITEMS

@@ -64,7 +64,14 @@ def test_float16_is_cast_as_numpy_casts_it(whose: Any, count: int) -> None:
 
 def test_subnormals_survive_where_the_processor_flushes_them() -> None:
     """As some libraries have it, for the whole process."""
-    small = EVERY[EVERY & 0x7C00 == 0].view(np.float16)
+    subnormal = EVERY & 0x7C00 == 0
+    _check_flushed(EVERY[subnormal].view(np.float16))
+    few = np.ones(1 << 16, np.float16)
+    few[1::2048] = EVERY[subnormal].view(np.float16)[::64]
+    _check_flushed(few)
+
+
+def _check_flushed(small: Any) -> None:
     wanted, out = small.astype(np.float32), np.empty_like(small)
     widen, narrow = _own()
     wide = np.empty(small.size, np.float32)
