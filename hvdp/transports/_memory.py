@@ -72,7 +72,7 @@ class SegmentExchange:
         fd = os.memfd_create("hvdp", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
-            segment = _map(fd, nbytes)
+            segment = _map(fd)
             for _ in range(takers):
                 with self._accept(self._token(key), pause) as taker:
                     message = [fault.encode() or b"ok"]
@@ -84,8 +84,8 @@ class SegmentExchange:
             raise TransportError(fault)
         return segment
 
-    def fetch(self, key: str, nbytes: int, owner: int, pause: Pause) -> Array:
-        """Map the segment that rank `owner` creates under `key`; see `create`."""
+    def fetch(self, key: str, owner: int, pause: Pause) -> Array:
+        """Map the segment that rank `owner` creates under `key`, all of it; see `create`."""
         with self._connect(owner, pause) as sock, _until_told_of_a_death(pause):
             sock.sendall(self._token(key))
             while not select.select([sock], [], [], 0)[0]:
@@ -96,7 +96,7 @@ class SegmentExchange:
         if not fds:
             raise TransportError(message.decode())
         try:
-            return _map(fds[0], nbytes)
+            return _map(fds[0])
         finally:
             os.close(fds[0])
 
@@ -143,8 +143,8 @@ def _until_told_of_a_death(pause: Pause) -> Iterator[None]:
         raise
 
 
-def _map(fd: int, nbytes: int) -> Array:
-    mapping = mmap.mmap(fd, nbytes)
+def _map(fd: int) -> Array:
+    mapping = mmap.mmap(fd, 0)
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)

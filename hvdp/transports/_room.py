@@ -7,20 +7,23 @@ import platform
 import select
 import threading
 import time
+from functools import cache
+from pathlib import Path
 
 from hvdp._core.arrays import Array
 from hvdp._core.offers import LINE_WORDS
 from hvdp._core.process_sets import Group
 from hvdp.transports.base import Pause
 
-__all__ = ["CACHE_LINE", "PAGE", "STAGE_BYTES", "Room", "round_up"]
+__all__ = ["CACHE_LINE", "PAGE", "Room", "round_up"]
 
-STAGE_BYTES = 1 << 20
 CACHE_LINE = 8 * LINE_WORDS
 PAGE = 4096
 _SPINS = 200
 _YIELD_SECONDS = 0.0005
 _PAUSE_SECONDS = 0.0005
+_LEAST_STAGE_BYTES, _MOST_STAGE_BYTES = 1 << 20, 1 << 21
+_L2_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 _NEEDS_FENCE = platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
 _fence_lock = threading.Lock()
 
@@ -38,8 +41,25 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+@cache
+def _stage_bytes() -> int:
+    """As large as a core's L2 cache: a peer reads faster what has left the cache of who wrote it."""
+    try:
+        kib = int(_L2_CACHE.read_text().strip().removesuffix("K"))
+    except (OSError, ValueError):
+        return _LEAST_STAGE_BYTES
+    return min(max(kib << 10, _LEAST_STAGE_BYTES), _MOST_STAGE_BYTES) // PAGE * PAGE
+
+
 class Room:
-    """One group's counters and staging areas."""
+    """One group's counters and staging areas.
+
+    Args:
+        segment: of `nbytes` bytes as the member that created it counts them; zero at first.
+
+    Attributes:
+        stage_bytes: the size of a staging area.
+    """
 
     def __init__(self, segment: Array, group: Group, pause: Pause) -> None:
         self._me = group.index
@@ -52,12 +72,13 @@ class Room:
         self._turn = 0
         self.board = segment[group.size * CACHE_LINE : 2 * group.size * CACHE_LINE].data.cast("Q")
         start = round_up(2 * group.size * CACHE_LINE, PAGE)
-        areas = segment[start:].reshape(2, group.size, STAGE_BYTES)
+        areas = segment[start:].reshape(2, group.size, -1)
+        self.stage_bytes = areas.shape[2]
         self._stages = [list(areas[turn]) for turn in range(2)]
 
     @staticmethod
     def nbytes(members: int) -> int:
-        return round_up(2 * members * CACHE_LINE, PAGE) + 2 * members * STAGE_BYTES
+        return round_up(2 * members * CACHE_LINE, PAGE) + 2 * members * _stage_bytes()
 
     def next_stages(self) -> list[Array]:
         """The members' staging areas for the next chunk."""

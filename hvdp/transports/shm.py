@@ -26,7 +26,7 @@ from hvdp._core.kernels import pieces, reduce_into
 from hvdp._core.ops import Reduction
 from hvdp._core.process_sets import Group
 from hvdp.transports._memory import SegmentExchange
-from hvdp.transports._room import CACHE_LINE, PAGE, STAGE_BYTES, Room, round_up
+from hvdp.transports._room import CACHE_LINE, PAGE, Room, round_up
 from hvdp.transports.base import Buffer, Transport
 
 __all__ = ["ShmTransport"]
@@ -34,12 +34,12 @@ __all__ = ["ShmTransport"]
 _SMALL_BYTES = 1 << 15
 
 
-def _chunk_bytes(nbytes: int, narrow: bool) -> int:
+def _chunk_bytes(nbytes: int, most: int, narrow: bool) -> int:
     """Small enough to overlap staging with reducing, large enough to make little of the waiting.
 
     16-bit floats take so long to reduce that there is less to gain from the overlap.
     """
-    return min(STAGE_BYTES, max(STAGE_BYTES // 8, round_up(nbytes // (2 if narrow else 4), PAGE)))
+    return min(most, max(most // 8, round_up(nbytes // (2 if narrow else 4), PAGE)))
 
 
 def _shards(count: int, members: int, itemsize: int) -> list[tuple[int, int]]:
@@ -90,7 +90,7 @@ class ShmTransport(Transport):
         key = f"{group.number}.{serial}"
         if group.index == 0:
             return self._exchange.create(key, nbytes, group.size - 1, self.pause)
-        return self._exchange.fetch(key, nbytes, group.ranks[0], self.pause)
+        return self._exchange.fetch(key, group.ranks[0], self.pause)
 
     def _room(self, group: Group) -> Room:
         room = self._rooms.get(group.number)
@@ -137,7 +137,7 @@ class ShmTransport(Transport):
     def _allreduce_exchanged(self, group: Group, data: Array, reduction: Reduction) -> None:
         """Every member reduces everything for itself."""
         room, me = self._room(group), group.index
-        step = STAGE_BYTES // data.itemsize
+        step = room.stage_bytes // data.itemsize
 
         def stage(chunk: Array) -> list[Array]:
             stages = [area[: chunk.nbytes].view(chunk.dtype) for area in room.next_stages()]
@@ -156,7 +156,7 @@ class ShmTransport(Transport):
 
     def _allreduce_sharded(self, group: Group, data: Array, reduction: Reduction) -> None:
         room, me, itemsize = self._room(group), group.index, data.itemsize
-        step = _chunk_bytes(data.nbytes, is_narrow(data.dtype)) // itemsize
+        step = _chunk_bytes(data.nbytes, room.stage_bytes, is_narrow(data.dtype)) // itemsize
         chunks = [data[lo : lo + step] for lo in range(0, data.size, step)]
 
         def stage(chunk: Array) -> tuple[Array, list[Array], list[tuple[int, int]]]:
@@ -189,8 +189,8 @@ class ShmTransport(Transport):
         if group.size == 1:
             return
         room = self._room(group)
-        for lo in range(0, data.size, STAGE_BYTES):
-            chunk = data[lo : lo + STAGE_BYTES]
+        for lo in range(0, data.size, room.stage_bytes):
+            chunk = data[lo : lo + room.stage_bytes]
             stage = room.next_stages()[root][: chunk.size]
             if group.index == root:
                 np.copyto(stage, chunk)
@@ -206,14 +206,14 @@ class ShmTransport(Transport):
         if group.size == 1:
             return
         room = self._room(group)
-        for lo in range(0, max(counts), STAGE_BYTES):
+        for lo in range(0, max(counts), room.stage_bytes):
             stages = room.next_stages()
-            mine = as_bytes(data)[lo : lo + STAGE_BYTES]
+            mine = as_bytes(data)[lo : lo + room.stage_bytes]
             np.copyto(stages[group.index][: mine.size], mine)
             room.signal()
             room.wait()
             for index, part in enumerate(parts):
-                chunk = part[lo : lo + STAGE_BYTES]
+                chunk = part[lo : lo + room.stage_bytes]
                 if index != group.index:
                     np.copyto(chunk, stages[index][: chunk.size])
 
@@ -226,13 +226,13 @@ class ShmTransport(Transport):
             room = self._room(group)
             to, source = (me + shift) % size, (me - shift) % size
             sending, receiving = data[sends[to] : sends[to + 1]], out[receives[source] : receives[source + 1]]
-            for lo in range(0, max(counts[i][(i + shift) % size] for i in range(size)), STAGE_BYTES):
+            for lo in range(0, max(counts[i][(i + shift) % size] for i in range(size)), room.stage_bytes):
                 stages = room.next_stages()
-                chunk = sending[lo : lo + STAGE_BYTES]
+                chunk = sending[lo : lo + room.stage_bytes]
                 np.copyto(stages[me][: chunk.size], chunk)
                 room.signal()
                 room.wait()
-                chunk = receiving[lo : lo + STAGE_BYTES]
+                chunk = receiving[lo : lo + room.stage_bytes]
                 np.copyto(chunk, stages[source][: chunk.size])
 
     def reducescatter(
@@ -245,7 +245,7 @@ class ShmTransport(Transport):
             return
         room = self._room(group)
         starts = _offsets(counts)
-        share = STAGE_BYTES // size // CACHE_LINE * CACHE_LINE // itemsize
+        share = room.stage_bytes // size // CACHE_LINE * CACHE_LINE // itemsize
         for lo in range(0, max(counts), share):
             stages = [stage.view(data.dtype) for stage in room.next_stages()]
             for index in range(size):
