@@ -24,6 +24,7 @@ class TorchGradients:
     Args:
         names: for messages; equally long.
         sparse_as_dense: sparse gradients travel, and come back, as dense ones.
+        sparse_alone: the optimizer takes no others, so what has no gradient yet has sparse ones, by rows.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class TorchGradients:
         names: list[str],
         compression: Compressor,
         sparse_as_dense: bool,
+        sparse_alone: bool,
     ) -> None:
         self.parameters = parameters
         self.names = names
         self._compression = compression
         self._plain = isinstance(compression, NoCompressor)
         self._sparse_as_dense = sparse_as_dense
+        self._sparse_alone = sparse_alone
         self._places: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
         self._contexts: list[Any] = [None] * len(parameters)
         self._reduced: dict[int, torch.Tensor] = {}
@@ -47,7 +50,9 @@ class TorchGradients:
 
     def of(self, parameters: list[torch.Tensor], names: list[str]) -> TorchGradients:
         """The same for these parameters and others after them."""
-        store = TorchGradients(parameters, names, self._compression, self._sparse_as_dense)
+        store = TorchGradients(
+            parameters, names, self._compression, self._sparse_as_dense, self._sparse_alone
+        )
         self.keep_used()
         store._used = self._used
         return store
@@ -181,7 +186,11 @@ class TorchGradients:
 
     def sparse_dimensions(self, index: int) -> int:
         gradient = self.parameters[index].grad
-        if self._sparse_as_dense or gradient is None or gradient.layout is not torch.sparse_coo:
+        if self._sparse_as_dense:
+            return 0
+        if gradient is None:
+            return int(self._sparse_alone)
+        if gradient.layout is not torch.sparse_coo:
             return 0
         return gradient.sparse_dim()
 
@@ -192,8 +201,8 @@ class TorchGradients:
             coordinates = torch.empty((0, dimensions), dtype=torch.int64)
             values = torch.empty((0, *parameter.shape[dimensions:]), dtype=parameter.dtype)
         else:
-            if gradient.layout is torch.strided:
-                gradient = gradient.to_sparse(dimensions)
+            if gradient.layout is torch.strided or gradient.sparse_dim() != dimensions:
+                gradient = gradient.to_dense().to_sparse(dimensions)
             entries = gradient.detach().coalesce().cpu()
             coordinates, values = entries.indices().t().contiguous(), entries.values().contiguous()
         return as_array(coordinates), as_array(values), gradient is not None

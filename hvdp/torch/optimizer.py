@@ -96,7 +96,8 @@ def DistributedOptimizer(
         process_set.number(),
         weighted,
     )
-    store = TorchGradients(parameters, names, compression, sparse_as_dense)
+    sparse_alone = isinstance(optimizer, torch.optim.SparseAdam)
+    store = TorchGradients(parameters, names, compression, sparse_as_dense, sparse_alone)
     reducer = GradientReducer(store, store.specs(), policy, fault)
     base = type(optimizer)
     optimizer.__class__ = type(f"Distributed{base.__name__}", (_Distributed, base), {})

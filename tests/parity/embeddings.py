@@ -56,4 +56,22 @@ def embeddings_of_which_a_rank_has_none() -> None:
         same(lambda way: _looked_up(way, make, empty, silent, passes))  # noqa: B023 - called at once
 
 
-CASES = [embeddings_of_which_a_rank_has_none]
+def _used_late(way: Way, make: Any) -> list[Tensor]:
+    """Of two tables one has no gradient before the third step, the other none in it."""
+    torch.manual_seed(5)
+    tables = [nn.Embedding(10, 3, sparse=True).double() for _ in range(2)]
+    optimizer = way.wrap(make([table.weight for table in tables], lr=0.1))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        words = torch.arange(BATCH).add(step).remainder(10)
+        tables[step >= 2](way.share(words)).square().sum(1).mean().backward()
+        optimizer.step()
+    return [table.weight for table in tables]
+
+
+def embeddings_that_no_rank_uses_at_first() -> None:
+    for make in (torch.optim.SparseAdam, torch.optim.SGD):
+        same(lambda way: _used_late(way, make))  # noqa: B023 - called at once
+
+
+CASES = [embeddings_of_which_a_rank_has_none, embeddings_that_no_rank_uses_at_first]
