@@ -13,8 +13,9 @@ from hvdp._core import submit
 from hvdp._core.objects import allgather_object
 from hvdp._core.runtime import runtime
 from hvdp._core.submit import Options
+from hvdp.errors import MismatchError
 
-__all__ = ["Drift", "Entry", "digest", "find_drift"]
+__all__ = ["Drift", "Entry", "digest", "find_drift", "require_same"]
 
 
 def digest(data: Any) -> int:
@@ -84,6 +85,21 @@ def find_drift(what: str, entries: Sequence[Entry], process_set: int = 0) -> Dri
     for member, row in rows.items():
         parties.setdefault(row[1 + first], []).append(member)
     return Drift(first, entries[first].label, tuple(map(tuple, parties.values())), len(differing) - 1)
+
+
+def require_same(what: str, entries: Sequence[Entry], process_set: int = 0, step: int = 0) -> None:
+    """As `find_drift`.
+
+    Args:
+        step: after which one; 0 if nobody counted.
+
+    Raises:
+        MismatchError: an entry differs; on every rank.
+    """
+    drift = find_drift(what, entries, process_set)
+    if drift is not None:
+        when = f" after step {step}" if step else ""
+        raise MismatchError(f"the ranks have drifted apart{when}: {drift}.")
 
 
 def _find_missing(what: str, entries: Sequence[Entry], process_set: int) -> Drift:

@@ -41,6 +41,7 @@ from hvdp import (
     stop_timeline,
 )
 from hvdp.keras import callbacks
+from hvdp.keras.consistency import check_consistency
 from hvdp.keras.functions import allgather, allreduce, broadcast, load_model, reducescatter
 from hvdp.keras.optimizer import Compression, DistributedOptimizer, PartialDistributedOptimizer
 from hvdp.keras.sharding import shard
@@ -71,6 +72,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "check_consistency",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -17,7 +17,7 @@ from hvdp._core.ops import Sum
 from hvdp._numpy import collectives
 from hvdp.basics import rank
 from hvdp.collectives import allgather_object, join
-from hvdp.keras.hooks import link_of
+from hvdp.keras.link import link_of
 from hvdp.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
 from hvdp.keras.state import broadcast_global_variables, shared_variables, sync
 

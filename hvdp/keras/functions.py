@@ -13,7 +13,7 @@ from hvdp._core.ops import Average
 from hvdp._numpy import Compression as ArrayCompression
 from hvdp._numpy import collectives
 from hvdp.collectives import no_compression
-from hvdp.keras.hooks import link_of
+from hvdp.keras.link import link_of
 from hvdp.keras.optimizer import Compression, DistributedOptimizer
 
 __all__ = ["allgather", "allreduce", "broadcast", "load_model", "reducescatter"]

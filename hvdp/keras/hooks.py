@@ -23,9 +23,10 @@ from keras import ops
 from hvdp._core.ops import Adasum
 from hvdp.basics import rank, size
 from hvdp.errors import HvdpError, InvalidArgumentError
-from hvdp.keras.link import Link, key_of, known_keys
+from hvdp.keras.consistency import DriftWatch
+from hvdp.keras.link import Link, key_of, known_keys, link_of
 
-__all__ = ["attach", "install", "link_of", "stateless_step"]
+__all__ = ["attach", "install", "stateless_step"]
 
 _log = logging.getLogger("hvdp")
 
@@ -34,16 +35,6 @@ def attach(optimizer: Any, link: Link) -> None:
     """Make an optimizer ours."""
     # Past Keras's own __setattr__, which would track what it finds.
     optimizer.__dict__["_hvdp"] = link
-
-
-def link_of(optimizer: Any) -> Link | None:
-    """Of a DistributedOptimizer, or of one that it wraps."""
-    while optimizer is not None:
-        link = getattr(optimizer, "__dict__", {}).get("_hvdp")
-        if isinstance(link, Link):
-            return link
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-    return None
 
 
 def stateless_step(
@@ -128,9 +119,16 @@ def install() -> None:
 def _checked(model: Any, train: Callable[..., Any], link: Link) -> Callable[..., Any]:
     """`train`, which tells of weights that it moves and no optimizer of ours has reduced: all, or some."""
     jax, checked = keras.backend.backend() == "jax", False
+    drift = DriftWatch(model, link)
 
     @functools.wraps(train)
     def run(*args: Any) -> Any:
+        drift.before(args[0] if jax else None)
+        result = step(*args)
+        drift.after(result[-1] if jax else None)
+        return result
+
+    def step(*args: Any) -> Any:
         nonlocal checked
         if checked:
             with link.overlap.step() if _is_plain(model) else nullcontext():

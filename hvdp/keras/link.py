@@ -27,7 +27,7 @@ from hvdp.keras.overlap import Overlap
 from hvdp.optimizer import Policy
 from hvdp.process_sets import ProcessSet
 
-__all__ = ["Link", "key_of", "known_keys"]
+__all__ = ["Link", "key_of", "known_keys", "label_of", "link_of"]
 
 Apply = Callable[[list[Any], Any], None]
 
@@ -218,9 +218,7 @@ class Link:
         if self._is_compressed(variable):
             sent, _ = self.compression.compress(ops.zeros((), dtype))
             dtype = keras.backend.standardize_dtype(sent.dtype)
-        # Keras counts layers up, and a rank may have made others before.
-        name = re.sub(r"_\d+(?=/|$)", "", _path(variable))
-        return ParameterSpec(name, tuple(variable.shape), dtype, dtype_named(dtype).itemsize)
+        return ParameterSpec(label_of(variable), tuple(variable.shape), dtype, dtype_named(dtype).itemsize)
 
     def _to_send(self, gradient: Any, variable: Any) -> tuple[Any, Any]:
         local = key_of(variable) in self.local
@@ -243,9 +241,24 @@ class Link:
         return result
 
 
+def label_of(variable: Any) -> str:
+    """The same on all ranks: Keras counts layers up, and a rank may have made others before."""
+    return re.sub(r"_\d+(?=/|$)", "", _path(variable))
+
+
 def _path(variable: Any) -> str:
     path: str = getattr(variable, "path", variable.name)
     return path
+
+
+def link_of(optimizer: Any) -> Link | None:
+    """Of a DistributedOptimizer, or of one that it wraps."""
+    while optimizer is not None:
+        link = getattr(optimizer, "__dict__", {}).get("_hvdp")
+        if isinstance(link, Link):
+            return link
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return None
 
 
 def known_keys() -> set[int]:

@@ -18,7 +18,7 @@ from hvdp.collectives import no_compression
 from hvdp.errors import InvalidArgumentError
 from hvdp.keras import hooks
 from hvdp.keras._backend import backend
-from hvdp.keras.link import Link, key_of
+from hvdp.keras.link import Link, key_of, link_of
 from hvdp.optimizer import Policy
 from hvdp.process_sets import ProcessSet, global_process_set
 
@@ -164,7 +164,7 @@ def _fault(optimizer: Any, op: int, passes: int, predivide: float, weighted: boo
     """What is wrong with the arguments, or ""."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return f"optimizer must be a Keras optimizer. Received: {type(optimizer).__name__}"
-    if hooks.link_of(optimizer) is not None:
+    if link_of(optimizer) is not None:
         return "the optimizer is a DistributedOptimizer already, or wraps one"
     if fault := policy_fault(op, passes, predivide, weighted):
         return fault

@@ -11,8 +11,7 @@ from hvdp._core.agreement import check_same_variables
 from hvdp._core.objects import allgather_object
 from hvdp._core.runtime import runtime
 from hvdp._numpy import collectives
-from hvdp.keras.hooks import link_of
-from hvdp.keras.link import key_of
+from hvdp.keras.link import key_of, link_of
 
 __all__ = ["broadcast_global_variables", "broadcast_variables", "shared_variables", "sync"]
 
@@ -34,8 +33,10 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
         chosen[index].assign(handle.wait())
 
 
-def shared_variables(model: Any, local: Collection[Any] = (), optimizer: bool = True) -> list[Any]:
-    """A model's variables, and its optimizer's if wanted, each once.
+def shared_variables(
+    model: Any, local: Collection[Any] = (), optimizer: bool = True, statistics: bool = True
+) -> list[Any]:
+    """A model's variables, those that are not trained if wanted, and its optimizer's if wanted, each once.
 
     Without those in `local` and those that the optimizer knows to be this rank's own, and
     without what the optimizer keeps about them.
@@ -43,7 +44,7 @@ def shared_variables(model: Any, local: Collection[Any] = (), optimizer: bool = 
     own = getattr(model, "optimizer", None)
     link = link_of(own)
     apart = {key_of(variable) for variable in local} | (link.local if link else set())
-    everything = list(model.variables)
+    everything = list(model.variables if statistics else model.trainable_variables)
     if own is not None and optimizer:
         everything += own.variables
         apart |= {key_of(slot) for slot in _slots(own, apart)}

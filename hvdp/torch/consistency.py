@@ -11,7 +11,7 @@ import torch
 from hvdp._core.config import Config
 from hvdp._core.handles import Handle
 from hvdp._core.runtime import runtime
-from hvdp.consistency import Entry, digest, find_drift
+from hvdp.consistency import Entry, digest, find_drift, require_same
 from hvdp.epochs import check_epochs, epochs_check
 from hvdp.errors import InvalidArgumentError, MismatchError
 from hvdp.process_sets import ProcessSet, global_process_set
@@ -46,15 +46,8 @@ def check_consistency(
     if optimizer is not None:
         entries += _optimizer(optimizer, _names(model))
     watch = getattr(optimizer, "_drift", None)
-    _require("check_consistency", entries, process_set.number(), watch.step if watch else 0)
+    require_same("check_consistency", entries, process_set.number(), watch.step if watch else 0)
     check_epochs("check_consistency", process_set.number())
-
-
-def _require(what: str, entries: list[Entry], process_set: int, step: int) -> None:
-    drift = find_drift(what, entries, process_set)
-    if drift is not None:
-        when = f" after step {step}" if step else ""
-        raise MismatchError(f"the ranks have drifted apart{when}: {drift}.")
 
 
 class DriftWatch:
@@ -107,7 +100,7 @@ class DriftWatch:
         self._since += 1
         every = bool(self._every) and self._since % self._every == 0
         if every:
-            _require(f"{self._name}.every", _parameters(_named(optimizer)), self._process_set, self.step)
+            require_same(f"{self._name}.every", _parameters(_named(optimizer)), self._process_set, self.step)
             check_epochs(self._name, self._process_set)
         elif self._since & (self._since - 1) == 0:
             # Unasked after steps 1, 2, 4, 8, ...: soon enough, and in the end for nothing.
