@@ -147,6 +147,40 @@ def _cases() -> None:
         same(function(lambda x: hvd.allreduce(x, process_set=first))(tf.constant([3.0])), [3.0])
     assert int(hvd.process_set_included_op(first.process_set_id)) == (rank == 0)
 
+    # In a set that leaves rank 0 out, while rank 0 works with all others in another way.
+    tail = hvd.add_process_set(list(range(1, size)))
+    if rank > 0:
+        members, me = np.arange(1, size), rank - 1
+        own = tf.fill([size - 1, 2], float(rank))
+        for call, wanted in [
+            (lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=tail), members.sum()),
+            (lambda x: hvd.allreduce(x, process_set=tail), members.mean()),
+            (lambda x: hvd.grouped_allreduce([x, 2 * x], process_set=tail)[1], 2 * members.mean()),
+            (lambda x: hvd.broadcast(x, size - 1, process_set=tail), size - 1),
+            (lambda x: hvd.allgather(x[:1], process_set=tail), members[:, None]),
+            (lambda x: hvd.grouped_allgather([x, x[:1]], process_set=tail)[1], members[:, None]),
+            (lambda x: hvd.alltoall(x, process_set=tail), members[:, None]),
+            (lambda x: hvd.alltoall(x, [1] * (size - 1), process_set=tail)[0], members[:, None]),
+            (lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=tail), members.sum()),
+            (lambda x: hvd.grouped_reducescatter([x, x], process_set=tail)[0], members.mean()),
+        ]:
+            for found in each_way(call, own):
+                same(found, np.broadcast_to(wanted, found.shape))
+        for found in each_way(lambda x: gradient(lambda x: hvd.allreduce(x, process_set=tail), x), own):
+            same(found, np.full(found.shape, (members + 1).mean()))
+        for number, wanted in ((hvd.rank_op, rank), (hvd.size_op, size - 1)):
+            ids = {} if number is hvd.rank_op else {"process_set_id": tail.process_set_id}
+            assert [int(n) for n in each_way(lambda number=number, ids=ids: number(**ids))] == [wanted] * 3
+        table = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([me]), tf.constant([size - 1, 2]))
+        same(
+            tf.convert_to_tensor(hvd.allreduce(table, process_set=tail)),
+            np.full((size - 1, 2), 1 / (size - 1)),
+        )
+    else:
+        with pytest.raises(ValueError, match="not a member"):
+            hvd.allgather(tf.ones([1]), process_set=tail)
+    hvd.remove_process_set(tail)
+
     # Errors reach every rank and leave it usable.
     with pytest.raises(hvd.MismatchError):
         hvd.allreduce(tf.zeros([rank + 1]), name="different")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -74,12 +75,23 @@ def _cases() -> None:
     # A layer of this rank's own.
     shared, own = tf.keras.layers.Dense(1), tf.keras.layers.Dense(1)
     inputs = tf.ones([2, 3]) * (rank + 1)
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(shared(inputs)) + tf.reduce_mean(own(inputs))
-    tape = hvd.PartialDistributedGradientTape(tape, local_layers=[own])
-    found = tape.gradient(loss, [shared.kernel, own.kernel])
-    np.testing.assert_allclose(found[0], np.full((3, 1), ranks.mean()))
-    np.testing.assert_allclose(found[1], np.full((3, 1), (rank + 1) / size))
+    shared.build(inputs.shape)
+    own.build(inputs.shape)
+
+    def partial(**options: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(shared(inputs)) + tf.reduce_mean(own(inputs))
+        tape = hvd.PartialDistributedGradientTape(tape, **options)
+        return tape.gradient(loss, [shared.kernel, own.kernel])
+
+    for call in (partial, tf.function(partial, autograph=False)):
+        for options, divisor in (
+            ({"local_layers": [own]}, size),
+            ({"local_layers": own, "scale_local_gradients": False}, 1),
+        ):
+            found = call(**options)
+            np.testing.assert_allclose(found[0], np.full((3, 1), ranks.mean()))
+            np.testing.assert_allclose(found[1], np.full((3, 1), (rank + 1) / divisor))
 
     # The optimizer by its TensorFlow name, in a loop of one's own.
     w = tf.Variable([0.0])
@@ -95,9 +107,17 @@ def _cases() -> None:
 
     # Normalization by the moments of all ranks' samples, forward and backward.
     everything = np.random.default_rng(3).normal(2.0, 3.0, (size * 4, 5)).astype("float32")
-    for call_way in (lambda f: f, lambda f: tf.function(f, autograph=False)):
+    starts = {
+        "equal batches": [4 * r for r in range(size)],
+        "a batch of one": [0, *[4 * r - 3 for r in range(1, size)]],
+        "and of none": [0, *[4 * (r - 1) for r in range(1, size)]],
+    }
+    for (batches, begins), call_way in itertools.product(
+        starts.items(), (lambda f: f, lambda f: tf.function(f, autograph=False))
+    ):
+        mine = slice(begins[rank], [*begins, size * 4][rank + 1])
         plain, sync = tf.keras.layers.BatchNormalization(), hvd.SyncBatchNormalization()
-        x, part = tf.constant(everything), tf.constant(everything[rank * 4 : rank * 4 + 4])
+        x, part = tf.constant(everything), tf.constant(everything[mine])
 
         def run(layer: Any, x: Any, target: Any) -> Any:
             with tf.GradientTape() as tape:
@@ -110,11 +130,11 @@ def _cases() -> None:
         sync.build(part.shape)
         target = tf.cast(tf.reshape(tf.range(size * 20), [size * 4, 5]), tf.float32) / 20
         y, dx = run(plain, x, target)
-        mine = slice(rank * 4, rank * 4 + 4)
         y_part, dx_part = call_way(run)(sync, part, target[mine])
-        np.testing.assert_allclose(y_part, y[mine], atol=1e-4)
-        np.testing.assert_allclose(dx_part, dx[mine], atol=1e-4)
-        np.testing.assert_allclose(sync.moving_variance, plain.moving_variance, rtol=1e-4)
+        np.testing.assert_allclose(y_part, y[mine], atol=1e-4, err_msg=batches)
+        np.testing.assert_allclose(dx_part, dx[mine], atol=1e-4, err_msg=batches)
+        np.testing.assert_allclose(sync.moving_mean, plain.moving_mean, rtol=1e-4, err_msg=batches)
+        np.testing.assert_allclose(sync.moving_variance, plain.moving_variance, rtol=1e-4, err_msg=batches)
 
     with pytest.raises(ValueError, match="op must be"):
         hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Max)

@@ -11,6 +11,7 @@ import hvdp
 from hvdp.testing import run_script
 
 SCRIPT = Path(__file__).with_name("old_script.py")
+KERAS_SCRIPT = Path(__file__).with_name("old_keras_script.py")
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,15 @@ def test_an_old_script_runs_without_a_launcher() -> None:
     done = run_script([sys.executable, SCRIPT, "--epochs", "1"])
     assert done.status == 0, done.stderr
     assert "ranks 1 same True" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["keras", "tensorflow.keras"])
+def test_an_old_keras_script_trains_on_two_ranks(module: str) -> None:
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    command = [sys.executable, "-m", "hvdp.launch", "-np", "2", sys.executable, KERAS_SCRIPT, module]
+    done = run_script(command)
+    assert done.status == 0, done.stderr
+    assert "ranks 2 same True losses 1 falls True" in done.stdout
 
 
 def test_the_launcher_under_its_old_module_name_is_hvdps() -> None:
