@@ -121,18 +121,20 @@ class Engine:
             HorovodInternalError: the job has failed.
         """
         self.executor.accept(operations)
+        handles = [operation.handle for operation in operations]
         self._submitted.extend(operations)
         self._wake()
-        return [operation.handle for operation in operations]
+        return handles
 
     def run(self, operation: Operation) -> object:
         """Submit one operation, help it along, and return its result; errors as `submit` and its own."""
-        self.executor.accept([operation])
+        self.executor.accept([operation], waits=True)
+        handle = operation.handle
         if self._seat.acquire(blocking=False):
             self._seated = threading.get_ident()
             try:
                 if not self._ended:
-                    self._drive(operation)
+                    self._drive(operation, handle)
             finally:
                 self._seated = 0
                 self._seat.release()
@@ -140,7 +142,7 @@ class Engine:
             self._submitted.append(operation)
             self._leave_words_to_thread()
             self._wake()
-        return operation.handle.wait()
+        return handle.wait()
 
     def trace_to(self, file: TraceFile | None) -> None:
         """On rank 0: record a timeline of all ranks into a file, or end it.
@@ -201,9 +203,9 @@ class Engine:
         self._timeline.close()
         self.transport.close()
 
-    def _drive(self, operation: Operation) -> None:
+    def _drive(self, operation: Operation, handle: Handle) -> None:
         """A caller submits an operation, and turns the wheel until it is done."""
-        caller, handle = threading.get_ident(), operation.handle
+        caller = threading.get_ident()
         with self._wheel:
             self._guarded(lambda: self._start(operation))
         if handle.poll():

@@ -56,6 +56,9 @@ class Executor:
         self._blame = blame
         self._lock = threading.Lock()
         self._live: dict[_Key, Operation] = {}
+        # A name is in flight until its caller knows better: otherwise it would depend on timing which
+        # ranks refuse a second call of that name, and which wait for it.
+        self._handed_out: WeakValueDictionary[_Key, Handle] = WeakValueDictionary()
         self._failure: HorovodInternalError | None = None
         self._batches: deque[list[_Agreed]] = deque()
 
@@ -68,8 +71,11 @@ class Executor:
         """Whether exactly one operation is in flight, and not agreed on yet."""
         return len(self._live) == 1 and not self._batches
 
-    def accept(self, operations: Sequence[Operation]) -> None:
+    def accept(self, operations: Sequence[Operation], waits: bool = False) -> None:
         """Take operations that are about to be submitted; thread-safe.
+
+        Args:
+            waits: the caller waits for them, and does nothing else before.
 
         Raises:
             InvalidArgumentError: an operation of one of the names is in flight; none is taken.
@@ -80,9 +86,12 @@ class Executor:
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
             for index, key in enumerate(keys):
-                if key in self._live or key in keys[:index]:
+                handle = self._handed_out.get(key)
+                if key in self._live or key in keys[:index] or (handle is not None and not handle.seen):
                     raise InvalidArgumentError(self._in_flight(operations[index]))
             self._live.update(zip(keys, operations, strict=True))
+            if not waits:
+                self._handed_out.update({_key(o): o.handle for o in operations if not o.signature.once})
         for operation in operations:
             self._timeline.submitted(operation)
 
@@ -189,7 +198,9 @@ class Executor:
                 del self._live[_key(operation)]
         if operation.signature.kind is Kind.JOIN:
             self._adopted.clear()
-        return operation.handle
+        handle = operation.handle
+        del operation.handle  # so that only its caller holds it, who may drop it
+        return handle
 
     def _error(self, notice: Notice) -> HvdpError:
         if notice.gone >= 0:

@@ -12,13 +12,17 @@ __all__ = ["GroupHandle", "Handle"]
 
 
 class Handle:
-    """Completes once, with a result or an error. Any thread may wait, any number of times."""
+    """Completes once, with a result or an error. Any thread may wait, any number of times.
+
+    Attributes:
+        seen: whether the caller has learnt that it is complete.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._latch = threading.Lock()
         self._latch.acquire()
-        self._done = False
+        self._done = self.seen = False
         self._result: Any = None
         self._error: HvdpError | None = None
         self._finish: Callable[[Any], Any] | None = None
@@ -37,6 +41,7 @@ class Handle:
 
     def poll(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
+        self.seen = self._done
         return self._done
 
     def wait(self) -> Any:
@@ -47,6 +52,7 @@ class Handle:
         """
         # A lock used as a latch: a quarter of threading.Event's wake-up time, and Ctrl-C gets through.
         self._latch.acquire()
+        self.seen = True
         try:
             if self._error is not None:
                 raise self._error.with_traceback(None)

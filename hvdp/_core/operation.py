@@ -36,6 +36,7 @@ class Operation(ABC):
     Attributes:
         submission: the signature, this rank's own numbers, and its own fault if it has one.
         times: of submission and agreement, nanoseconds, while a timeline is recorded.
+        handle: until it has ended.
         batch_key: operations agreed on together whose keys are equal may run as one.
     """
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
+
+from hvdp.errors import InvalidArgumentError
 
 from .kits import Kit
 from .movements import same, stamped
@@ -105,7 +109,42 @@ class Overwritten:
         return []
 
 
+@dataclass(frozen=True)
+class Again:
+    """A name is in flight until its caller knows that it is not: the same on every rank, early or late."""
+
+    call: str
+
+    def run(self, kit: Kit, rank: int, size: int) -> list[Any]:
+        tensor = kit.of(held(rank, size, (4,), "float32"))
+
+        def start() -> Any:
+            call = kit.hvd.__dict__[self.call]
+            if "broadcast" in self.call:
+                return call(tensor, 0, name="again")
+            return call([tensor] if "grouped" in self.call else tensor, name="again")
+
+        if rank == 0:
+            time.sleep(0.1)  # on this rank the first call is done as soon as it is made
+        handle = start()
+        kit.hvd.barrier()
+        with pytest.raises(InvalidArgumentError, match=rf"rank {rank} .*again.* in flight"):
+            start()
+        kit.hvd.synchronize(handle)
+        second = start()
+        while not kit.hvd.poll(second):
+            time.sleep(0.001)
+        del second
+        third = start()
+        kit.hvd.barrier()
+        del third
+        kit.hvd.synchronize(start())
+        return []
+
+
 def rows() -> Iterator[Any]:
+    for call in ("allreduce_async", "grouped_allreduce_async", "broadcast_async", "allgather_async"):
+        yield Again(call)
     for dtype in ("bool", "int64", "bfloat16", "float32", "complex64"):
         yield InFlight(dtype, 3)
     yield InFlight("float32", 10_000)
