@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from hvdp._core.arrays import Array
-from hvdp._core.scratch import PIECE_ITEMS, scratch
+from hvdp._core.scratch import PIECE_BYTES, scratch
 
 __all__ = ["Cast", "Widened", "is_narrow", "lend_casts", "narrow", "recast"]
 
@@ -77,7 +77,7 @@ def _has_many_subnormals(bits: Array) -> bool:
 @cache
 def _least_exponents() -> Array:
     """Float16's in the place of float32's; NumPy's maximum of an array and a number takes 30 us."""
-    return np.full(PIECE_ITEMS, 0x3880, _UINT16)
+    return np.full(PIECE_BYTES // 2, 0x3880, _UINT16)
 
 
 def _narrow_float16(source: Array, target: Array) -> None:
@@ -183,7 +183,8 @@ def recast(array: Array, dtype: np.dtype[Any]) -> Array:
             return array.astype(dtype)
     result = np.empty(array.shape, dtype)
     source, target = np.ascontiguousarray(array).reshape(-1), result.reshape(-1)
-    for start in range(0, source.size, PIECE_ITEMS):
-        piece = slice(start, start + PIECE_ITEMS)
+    step = PIECE_BYTES // 2
+    for start in range(0, source.size, step):
+        piece = slice(start, start + step)
         cast(source[piece], target[piece])
     return result

@@ -41,7 +41,8 @@ class Handle:
 
     def poll(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        self.seen = self._done
+        if self._done:
+            self.seen = True
         return self._done
 
     def wait(self) -> Any:

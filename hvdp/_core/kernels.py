@@ -23,7 +23,7 @@ import numpy as np
 from hvdp._core.arrays import Array
 from hvdp._core.casts import Widened, is_narrow, narrow
 from hvdp._core.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum
-from hvdp._core.scratch import PIECE_BYTES, PIECE_ITEMS, scratch
+from hvdp._core.scratch import PIECE_BYTES, scratch
 
 __all__ = ["PIECE_BYTES", "neutral", "pieces", "reduce_into"]
 
@@ -43,8 +43,8 @@ _FOLD_BOOL: dict[Any, Callable[..., Any]] = {
 
 
 def pieces(start: int, stop: int, itemsize: int) -> list[tuple[int, int]]:
-    """Cut the element range [start, stop) into ranges of at most PIECE_BYTES; PIECE_ITEMS of two bytes."""
-    step = PIECE_ITEMS if itemsize == 2 else max(1, PIECE_BYTES // itemsize)
+    """Cut the element range [start, stop) into ranges of at most PIECE_BYTES."""
+    step = max(1, PIECE_BYTES // itemsize)
     return [(lo, min(lo + step, stop)) for lo in range(start, stop, step)]
 
 

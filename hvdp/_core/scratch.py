@@ -9,20 +9,16 @@ import numpy as np
 
 from hvdp._core.arrays import Array
 
-__all__ = ["PIECE_BYTES", "PIECE_ITEMS", "scratch"]
+__all__ = ["PIECE_BYTES", "scratch"]
 
 PIECE_BYTES = 1 << 17
 """Bytes of one operand in one kernel call: a few of them fit a core's L2 cache."""
 
-
-PIECE_ITEMS = 1 << 16
-"""16-bit floats in one kernel call: casts take many short steps, so fewer calls outweigh the cache."""
-
-_MOST_BYTES = 4 * PIECE_ITEMS
+_MOST_BYTES = 2 * PIECE_BYTES  # a piece of 16-bit floats as float32
 
 
 class _Scratch(threading.local):
-    """A few pieces a thread, which grow to what a piece of 16-bit floats takes as float32."""
+    """A few pieces a thread."""
 
     def __init__(self) -> None:
         self._memories: list[Array] = []
@@ -35,7 +31,7 @@ class _Scratch(threading.local):
         while len(self._memories) <= number:
             self._memories.append(np.empty(0, np.uint8))
         if self._memories[number].size < nbytes:
-            self._memories[number] = np.empty(max(nbytes, 2 * PIECE_BYTES), np.uint8)
+            self._memories[number] = np.empty(_MOST_BYTES, np.uint8)
         return self._memories[number][:nbytes].view(dtype)
 
 

@@ -43,7 +43,10 @@ class GradientStore(Protocol):
         """Divide by `ranks` the gradients that are what a step has used, so that their sum will be, too."""
 
     def sparse_dimensions(self, index: int) -> int:
-        """How many of the current gradient's dimensions are sparse; 0 if it is dense or there is none."""
+        """How many of the current gradient's dimensions are sparse; 0 if it is dense.
+
+        Where there is none: 0, unless it can only be sparse.
+        """
 
     def sparse_entries(self, index: int, dimensions: int) -> tuple[Array, Array, bool]:
         """The current gradient's coordinates (entries, dimensions) and values, and whether there is one.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import keras
 import numpy as np
+from keras import ops
 
 from hvdp._core.config import Config
 from hvdp._core.ops import Adasum
 from hvdp._core.runtime import runtime
 from hvdp.consistency import Entry, digest, find_drift, require_same
-from hvdp.keras.link import Link, key_of, label_of
+from hvdp.keras.link import Link, is_replaced, key_of, label_of
 from hvdp.keras.state import shared_variables, sync
 from hvdp.process_sets import ProcessSet, global_process_set
 
@@ -36,7 +36,9 @@ def check_consistency(model: Any, process_set: ProcessSet = global_process_set) 
 
 
 class DriftWatch:
-    """Looks at a model's variables, and its optimizer's, before its first step, and every so many steps.
+    """Looks at a model's variables, and its optimizer's, before its first step, and after every so many.
+
+    The latter before the step that follows: a rank without data for that has joined, and is not waited for.
 
     Args:
         link: of the optimizer.
@@ -46,50 +48,51 @@ class DriftWatch:
         self._model = model
         self._link = link
         self._every = Config.from_env().check_every if link.policy.op is not Adasum else 0
-        self._joins = runtime.joins
+        self._joins = link.joins
         self._compared = link.process_set.size() == 1
-        # As counted since the last join: the ranks made different numbers of steps before.
-        self._windows = 0
+        self._windows = link.windows
+        # Since the last join: the ranks made different numbers of steps before.
+        self._steps = 0
 
     def before(self, state: Any) -> None:
-        """A rank warns if the ranks start apart; they go on, as somebody may want just that.
+        """Before each step.
 
         Args:
             state: on JAX what the step takes: all variables' values.
+
+        Raises:
+            MismatchError: variables differ after so many steps; at the first step one rank warns, and all go
+                on, as somebody may want just that.
         """
         if self._joins != runtime.joins:
+            self._joins, self._windows, self._steps = runtime.joins, self._link.windows, 0
             self._compared = True  # by those who had data then
-        if self._compared:
-            return
-        entries = _entries(self._model, state)
-        drift = find_drift("keras.consistency.start", entries, self._link.process_set.number())
-        if drift is None or drift.missing:
-            # Else the model is built later, on some ranks or all.
-            self._compared = drift is None and bool(self._model.trainable_variables)
-            return
-        self._compared = True
-        if self._link.process_set.rank() == 0:
+        elif not self._compared:
+            self._compare_starts(state)
+        elif self._every:
+            self._count(state)
+
+    def _compare_starts(self, state: Any) -> None:
+        drift = find_drift(
+            "keras.consistency.start", _entries(self._model, state), self._link.process_set.number()
+        )
+        # Else the model is built later, on some ranks or all.
+        self._compared = bool(self._model.trainable_variables) if drift is None else not drift.missing
+        if drift is not None and self._compared and self._link.process_set.rank() == 0:
             _log.warning(
                 "at the first step %s: give fit() hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call "
                 "hvd.broadcast_global_variables(0, model) before training, or the ranks train apart",
                 drift,
             )
 
-    def after(self, state: Any) -> None:
-        """Compare after every so many steps.
-
-        Args:
-            state: as for `before`, from what the step returns.
-        """
-        if not self._every:
-            return
-        if state is not None:
-            np.asarray(state[0][0])  # JAX is done when a result can be read
-        windows, earlier = self._link.windows, self._windows
-        self._windows = windows
-        if windows // self._every > (earlier // self._every if windows >= earlier else 0):
-            entries = _entries(self._model, state)
-            require_same("keras.consistency.every", entries, self._link.process_set.number(), windows)
+    def _count(self, state: Any) -> None:
+        for value in state[0][:1] if state is not None else ():
+            np.asarray(value)  # which JAX's last step has made when it can be read
+        earlier, self._steps = self._steps, self._steps + self._link.windows - self._windows
+        self._windows = self._link.windows
+        if self._steps // self._every > earlier // self._every:
+            number = self._link.process_set.number()
+            require_same("keras.consistency.every", _entries(self._model, state), number, self._steps)
 
 
 def _entries(model: Any, state: Any = None) -> list[Entry]:
@@ -103,12 +106,12 @@ def _entries(model: Any, state: Any = None) -> list[Entry]:
         values = [*trainable, *kept]
     shared = set(map(key_of, shared_variables(model, statistics=False)))
     return [
-        Entry(f"variable {label_of(variable)!r}", _digest(value))
-        for variable, value in zip(variables, values, strict=True)
-        if key_of(variable) in shared
+        Entry(f"variable {number} {label_of(variable)!r}", _digest(value))
+        for number, (variable, value) in enumerate(zip(variables, values, strict=True))
+        if key_of(variable) in shared and not is_replaced(variable)
     ]
 
 
 def _digest(value: Any) -> int:
-    array = np.ascontiguousarray(keras.ops.convert_to_numpy(value))
+    array = np.ascontiguousarray(ops.convert_to_numpy(value))
     return digest(array.reshape(-1).view(np.uint8))

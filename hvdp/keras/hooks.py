@@ -124,9 +124,7 @@ def _checked(model: Any, train: Callable[..., Any], link: Link) -> Callable[...,
     @functools.wraps(train)
     def run(*args: Any) -> Any:
         drift.before(args[0] if jax else None)
-        result = step(*args)
-        drift.after(result[-1] if jax else None)
-        return result
+        return step(*args)
 
     def step(*args: Any) -> Any:
         nonlocal checked

@@ -27,7 +27,7 @@ from hvdp.keras.overlap import Overlap
 from hvdp.optimizer import Policy
 from hvdp.process_sets import ProcessSet
 
-__all__ = ["Link", "key_of", "known_keys", "label_of", "link_of"]
+__all__ = ["Link", "is_replaced", "key_of", "known_keys", "label_of", "link_of"]
 
 Apply = Callable[[list[Any], Any], None]
 
@@ -50,6 +50,7 @@ class Link:
         mean_of_passes: divide gradients by the number of accumulated passes.
         handed: keys of variables whose gradients have come here, if only in a traced program.
         overlap: of the reduction with backward.
+        joins: how many there had been when the optimizer became ours.
     """
 
     policy: Policy
@@ -65,6 +66,7 @@ class Link:
     weight: float = 1.0
     reducer: ArrayReducer | None = None
     overlap: Overlap = field(init=False)
+    joins: int = field(default_factory=lambda: runtime.joins)
     _serial: int = -1
 
     def __post_init__(self) -> None:
@@ -196,9 +198,7 @@ class Link:
         return f"keras.adasum.{self._serial}"
 
     def _is_shared(self, variable: Any) -> bool:
-        # Keras takes some "gradients" for new values, such as the scales of float8.
-        own = getattr(variable, "overwrite_with_gradient", False)
-        return not own and key_of(variable) not in self.local
+        return not is_replaced(variable) and key_of(variable) not in self.local
 
     def _is_compressed(self, variable: Any) -> bool:
         return key_of(variable) not in self.local and not isinstance(self.compression, NoCompressor)
@@ -241,9 +241,14 @@ class Link:
         return result
 
 
+def is_replaced(variable: Any) -> bool:
+    """Whether Keras takes its "gradient" for a new value, as with the scales of float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
 def label_of(variable: Any) -> str:
     """The same on all ranks: Keras counts layers up, and a rank may have made others before."""
-    return re.sub(r"_\d+(?=/|$)", "", _path(variable))
+    return re.sub(r"_\d+(?=[/_]|$)", "", _path(variable))
 
 
 def _path(variable: Any) -> str:

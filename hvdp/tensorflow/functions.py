@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdp import collectives as generic
 from hvdp._core.agreement import check_same_variables
+from hvdp._core.handles import GroupHandle
 from hvdp._core.runtime import runtime
 from hvdp.basics import local_rank, local_size, rank
 from hvdp.process_sets import ProcessSet, global_process_set
@@ -56,7 +57,8 @@ def broadcast_(
             collectives.broadcast_async(tensor, root_rank, f"{name}.{index}" if name else None, process_set)
             for index, tensor in enumerate(tensors)
         ]
-        return [handle.wait() for handle in handles]
+        received: list[Any] = GroupHandle(handles).wait()
+        return received
 
     if faults:
         values()

@@ -57,14 +57,18 @@ def embeddings_of_which_a_rank_has_none() -> None:
 
 
 def _used_late(way: Way, make: Any) -> list[Tensor]:
-    """Of two tables one has no gradient before the third step, the other none in it."""
+    """Only the first of three tables has a gradient before the third step, the others from then on."""
     torch.manual_seed(5)
-    tables = [nn.Embedding(10, 3, sparse=True).double() for _ in range(2)]
+    tables = [nn.Embedding(10, 3, sparse=True).double() for _ in range(3)]
+    tables[2].weight.requires_grad_(False)
     optimizer = way.wrap(make([table.weight for table in tables], lr=0.1))
     for step in range(STEPS):
         optimizer.zero_grad()
         words = torch.arange(BATCH).add(step).remainder(10)
-        tables[step >= 2](way.share(words)).square().sum(1).mean().backward()
+        used = tables[1:] if step >= 2 else tables[:1]
+        if step == 2:
+            tables[2].weight.requires_grad_(True)
+        sum(table(way.share(words)).square().sum(1).mean() for table in used).backward()
         optimizer.step()
     return [table.weight for table in tables]
 

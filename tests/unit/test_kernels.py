@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hvdp._core.kernels import pieces, reduce_into
 from hvdp._core.ops import Average, Max, Min, Product, Reduction, Sum
-from hvdp._core.scratch import PIECE_BYTES, PIECE_ITEMS
+from hvdp._core.scratch import PIECE_BYTES
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
@@ -149,7 +149,7 @@ def test_scaling_is_before_and_after(op: Any) -> None:
 @given(st.integers(0, 10), st.integers(0, 10**6), st.sampled_from([1, 2, 4, 8, 16]))
 def test_pieces_cover_a_range_once(start: int, length: int, itemsize: int) -> None:
     cut = pieces(start, start + length, itemsize)
-    most = PIECE_ITEMS if itemsize == 2 else PIECE_BYTES // itemsize
+    most = PIECE_BYTES // itemsize
     assert all(lo < hi <= lo + most for lo, hi in cut)
     assert [lo for lo, _ in cut] == [start, *(hi for _, hi in cut)][: len(cut)]
     assert (cut[-1][1] if cut else start) == start + length

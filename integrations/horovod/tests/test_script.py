@@ -33,8 +33,7 @@ def test_an_old_script_runs_without_a_launcher() -> None:
 @pytest.mark.parametrize("module", ["keras", "tensorflow.keras"])
 def test_an_old_keras_script_trains_on_two_ranks(module: str) -> None:
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-    command = [sys.executable, "-m", "hvdp.launch", "-np", "2", sys.executable, KERAS_SCRIPT, module]
-    done = run_script(command)
+    done = run_script([sys.executable, "-m", "hvdp.launch", "-np", "2", sys.executable, KERAS_SCRIPT, module])
     assert done.status == 0, done.stderr
     assert "ranks 2 same True losses 1 falls True" in done.stdout
 
