@@ -54,7 +54,7 @@ class GradientReducer:
     ) -> None:
         self.policy = policy
         self.passes_per_step = self._wanted = policy.passes_per_step
-        self.weight = 1.0
+        self.weight = self._reduced_weight = 1.0
         self.steps = 0
         self._windows = 0
         self._joins = runtime.joins
@@ -145,10 +145,19 @@ class GradientReducer:
         self._may_skip = self._passes > 0
 
     def before_step(self) -> None:
-        """Reduce what no window's end has reduced: the last passes, or all there is before this step."""
+        """Reduce what no window's end has reduced: the last passes, or all there is before this step.
+
+        Raises:
+            InvalidArgumentError: the weight is not the one that the gradients were reduced with.
+        """
         self._may_skip = False
         if self._passes or not self._reductions or self._store.lost_reduced(self.policy.repeatable):
             self.reduce()
+        if self.weight != self._reduced_weight:
+            raise InvalidArgumentError(
+                f"set_weight({self.weight}) came after the backward() of this step, whose gradients were "
+                f"averaged with weight {self._reduced_weight}: call it before backward()."
+            )
 
     def after_step(self) -> None:
         self._passes = 0
@@ -169,6 +178,7 @@ class GradientReducer:
             self._store.share_used(runtime.require("step").group(self.policy.process_set).size)
         self._passes = 0
         self._reductions += 1
+        self._reduced_weight = self.weight
         self._plan_again_after_join()
         bucketing = self._bucketing
         if not bucketing.planned:

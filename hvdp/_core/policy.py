@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -44,11 +45,11 @@ class Policy:
         """What a rank may count as.
 
         Raises:
-            InvalidArgumentError: it is negative or no number, or ranks are not weighted.
+            InvalidArgumentError: it is negative, infinite or no number, or ranks are not weighted.
         """
-        if not self.weighted or not weight >= 0:
+        if not self.weighted or not 0 <= weight < math.inf:
             raise InvalidArgumentError(
-                "set_weight() takes a number that is not negative, and needs "
+                "set_weight() takes a finite number that is not negative, and needs "
                 f"DistributedOptimizer(..., weighted=True). Received: {weight}"
             )
         return float(weight)

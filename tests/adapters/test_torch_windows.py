@@ -279,6 +279,36 @@ def one_weight_for_all_passes_of_a_step() -> None:
     optimizer.step()
 
 
+def a_weight_that_comes_too_late() -> None:
+    rank, size, _ = _start()
+    a, _ = _two()
+    optimizer = _sgd([a], weighted=True)
+    for step in range(2):
+        optimizer.zero_grad()
+        optimizer.set_weight(rank + 1 + step)
+        (a * (rank + 1.0)).sum().backward()
+        optimizer.set_weight(rank + 1 + step)
+        optimizer.step()
+    at = a.item()
+    a.sum().backward()
+    optimizer.set_weight(rank + 9)
+    with pytest.raises(
+        InvalidArgumentError, match=rf"set_weight\({rank + 9}.*weight {rank + 2}.*before backward"
+    ):
+        optimizer.step()
+    assert a.item() == at
+    optimizer.zero_grad()
+    (a * (rank + 1.0)).sum().backward()
+    optimizer.step()
+    weights = torch.arange(size) + 9.0
+    torch.testing.assert_close(
+        a.grad.item(), ((torch.arange(size) + 1) * weights).sum().item() / weights.sum().item()
+    )
+    for wrong in (float("inf"), float("nan"), -1):
+        with pytest.raises(InvalidArgumentError, match="finite number that is not negative"):
+            optimizer.set_weight(wrong)
+
+
 def an_inf_in_a_short_window() -> None:
     """Seen by all ranks once gradients are reduced, which step() would do too late."""
     rank, _, _ = _start()
@@ -375,6 +405,7 @@ CASES = [
     gradients_of_ranks_without_weight,
     many_samples_of_16_bit_embeddings,
     one_weight_for_all_passes_of_a_step,
+    a_weight_that_comes_too_late,
     an_inf_in_a_short_window,
     parameters_that_never_have_a_gradient,
     groups_added_later_are_scaled_alike,
