@@ -30,10 +30,12 @@ class Entry:
     Attributes:
         label: what it is, for messages.
         digest: of its bytes.
+        key: by which the ranks match it, where labels differ between them; the label itself if empty.
     """
 
     label: str
     digest: int
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def find_drift(what: str, entries: Sequence[Entry], process_set: int = 0) -> Dri
         what: name of the collective.
     """
     rank = runtime.require(what).rank
-    labels = digest("\n".join(entry.label for entry in entries).encode())
+    labels = digest("\n".join(entry.key or entry.label for entry in entries).encode())
     own = np.array([rank, len(entries), labels, *(entry.digest for entry in entries)], np.uint64)
     gathered = submit.at_once(submit.allgather(own, Options(f"{what}.digests", process_set)))
     rows: dict[int, list[int]] = {}
@@ -104,7 +106,9 @@ def require_same(what: str, entries: Sequence[Entry], process_set: int = 0, step
 
 def _find_missing(what: str, entries: Sequence[Entry], process_set: int) -> Drift:
     everything = allgather_object(
-        (runtime.require(what).rank, [entry.label for entry in entries]), f"{what}.labels", process_set
+        (runtime.require(what).rank, [entry.key or entry.label for entry in entries]),
+        f"{what}.labels",
+        process_set,
     )
     everywhere = list(dict.fromkeys(label for _, labels in everything for label in labels))
     for index, label in enumerate(everywhere):

@@ -12,7 +12,7 @@ from hvdp._core.config import Config
 from hvdp._core.ops import Adasum
 from hvdp._core.runtime import runtime
 from hvdp.consistency import Entry, digest, find_drift, require_same
-from hvdp.keras.link import Link, is_replaced, key_of, label_of
+from hvdp.keras.link import Link, is_replaced, key_of, path_of
 from hvdp.keras.state import shared_variables, sync
 from hvdp.process_sets import ProcessSet, global_process_set
 
@@ -106,7 +106,7 @@ def _entries(model: Any, state: Any = None) -> list[Entry]:
         values = [*trainable, *kept]
     shared = set(map(key_of, shared_variables(model, statistics=False)))
     return [
-        Entry(f"variable {number} {label_of(variable)!r}", _digest(value))
+        Entry(f"variable {path_of(variable)!r}", _digest(value), f"variable {number} {tuple(variable.shape)}")
         for number, (variable, value) in enumerate(zip(variables, values, strict=True))
         if key_of(variable) in shared and not is_replaced(variable)
     ]

@@ -27,7 +27,7 @@ from hvdp.keras.overlap import Overlap
 from hvdp.optimizer import Policy
 from hvdp.process_sets import ProcessSet
 
-__all__ = ["Link", "is_replaced", "key_of", "known_keys", "label_of", "link_of"]
+__all__ = ["Link", "is_replaced", "key_of", "known_keys", "label_of", "link_of", "path_of"]
 
 Apply = Callable[[list[Any], Any], None]
 
@@ -101,7 +101,7 @@ class Link:
             if key_of(variable) not in built:
                 raise InvalidArgumentError(
                     f"rank {rank()}: the optimizer was built for other variables, without "
-                    f"{_path(variable)}: make a new optimizer for these, and wrap that"
+                    f"{path_of(variable)}: make a new optimizer for these, and wrap that"
                 )
         with self.entered():
             self.handed.update(map(key_of, used))
@@ -247,11 +247,17 @@ def is_replaced(variable: Any) -> bool:
 
 
 def label_of(variable: Any) -> str:
-    """The same on all ranks: Keras counts layers up, and a rank may have made others before."""
-    return re.sub(r"_\d+(?=[/_]|$)", "", _path(variable))
+    """The layer and the variable, the same on all ranks.
+
+    Without Keras's counters, as a rank may have made other layers before, and without the models around, of
+    which one that was loaded knows nothing.
+    """
+    inner = "/".join(path_of(variable).split("/")[-2:])
+    return re.sub(r"_\d+(?=[/_]|$)", "", inner)
 
 
-def _path(variable: Any) -> str:
+def path_of(variable: Any) -> str:
+    """As Keras names it on this rank."""
     path: str = getattr(variable, "path", variable.name)
     return path
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdp._core.arrays import dtype_named
 from hvdp._core.buckets import ParameterSpec
 from hvdp.gradients import ArrayReducer, Rows
-from hvdp.tensorflow._graph import OPERATION, after_earlier, as_array, in_order, is_symbolic
+from hvdp.tensorflow._graph import OPERATION, after_earlier, as_array, as_written, in_order, is_symbolic
 
 __all__ = ["reduce_gradients", "spec_of"]
 
@@ -21,6 +21,7 @@ def spec_of(name: str, shape: Sequence[int], dtype: str) -> ParameterSpec:
     return ParameterSpec(name, tuple(shape), dtype, dtype_named(dtype).itemsize)
 
 
+@as_written
 def reduce_gradients(
     reducer: ArrayReducer, gradients: Sequence[Any], copy: bool
 ) -> tuple[list[Any] | None, Any]:

@@ -158,7 +158,7 @@ class _Reductions:
         groups = tuple(tuple(index_of[k] for k in group if k in index_of) for group in self._groups)
         policy = Policy(**{**self._policy.__dict__, "groups": groups})
         store = _reducers()
-        key = (keys, policy, id(self._compression))
+        key = (keys, policy, id(self._compression), self._sparse_as_dense)
         if key not in store:
             specs = []
             for number, source in enumerate(sources):

@@ -15,6 +15,8 @@ RATE, MOMENTUM, STEPS = 0.5, 0.5, 3
 
 
 def _cases(folder: str) -> None:
+    import os
+
     import keras
     import numpy as np
 
@@ -145,6 +147,29 @@ def _cases(folder: str) -> None:
         everyones = hvd.allgather(loaded.get_weights()[0].reshape(1, 2))
         np.testing.assert_array_equal(everyones, np.repeat(everyones[:1], size, axis=0))
         assert everyones[0, 0] != 0
+
+    # One rank loads what was saved, where the others build anew, and all go on from there.
+    def new() -> Any:
+        layers = [keras.layers.Dense(3), keras.layers.Dense(1)]
+        built = keras.Sequential([keras.layers.Input((2,)), *layers])
+        built.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
+        return built
+
+    os.environ["HVDP_CHECK_EVERY"] = "1"
+    keras.utils.set_random_seed(rank)
+    targets = inputs[:, :1] * 3
+    hvd.broadcast_global_variables(0, saved := new())
+    saved.fit(inputs, targets, 2, verbose=0)
+    if rank == 0:
+        saved.save(f"{folder}/resumed.keras")
+    hvd.barrier()
+    resumed = hvd.load_model(f"{folder}/resumed.keras") if rank == 0 else new()
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    resumed.fit(inputs, targets, 2, 2, callbacks=[broadcast], verbose=0)
+    saved.fit(inputs, targets, 2, 2, verbose=0)
+    hvd.check_consistency(resumed)
+    for mine, other in zip(resumed.get_weights(), saved.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
 
 
 @pytest.mark.timeout(240)

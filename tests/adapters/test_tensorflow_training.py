@@ -43,10 +43,12 @@ def _cases() -> None:
         for options, factor in (
             ({}, 1 / size),
             ({"op": hvd.Sum, "sparse_as_dense": True}, 1.0),
+            ({"op": hvd.Sum}, 1.0),
             ({"compression": hvd.Compression.fp16, "num_groups": 1}, 1 / size),
             ({"gradient_predivide_factor": 2.0, "groups": [[a, b]]}, 1 / size),
         ):
-            call = gradients if eager else tf.function(gradients, autograph=False)
+            # With AutoGraph, which would warn of what it cannot rewrite.
+            call = gradients if eager else tf.function(gradients)
             kept = []
             for _ in range(2):
                 first, second = call(**options)
