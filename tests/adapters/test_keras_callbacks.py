@@ -10,9 +10,7 @@ import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed")
 
-from hvdp.testing import run_ranks
-
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+from .backends import on_every_backend, run
 
 
 def _model(rate: float = 0.1, momentum: float = 0.0, value: float = 1.0) -> Any:
@@ -290,9 +288,6 @@ def _cases() -> None:
         np.testing.assert_array_equal(np.sort(hvd.allgather(mine)), np.arange(4 * size))
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@on_every_backend
 def test_callbacks(backend: str, size: int) -> None:
-    pytest.importorskip(backend, reason=f"{backend} is not installed")
-    run_ranks(_cases, size, env={**QUIET, "KERAS_BACKEND": backend}, timeout=200)
+    run(backend, size, _cases)

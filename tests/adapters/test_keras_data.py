@@ -8,9 +8,7 @@ import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed")
 
-from hvdp.testing import run_ranks
-
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+from .backends import on_every_backend, run
 
 
 def _cases() -> None:
@@ -120,9 +118,6 @@ def _cases() -> None:
         assert not built or everyone[0] == size
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
-@pytest.mark.parametrize("size", [2, 3])
+@on_every_backend
 def test_shards(backend: str, size: int) -> None:
-    pytest.importorskip(backend, reason=f"{backend} is not installed")
-    run_ranks(_cases, size, env={**QUIET, "KERAS_BACKEND": backend}, timeout=200)
+    run(backend, size, _cases)

@@ -8,9 +8,8 @@ import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed")
 
-from hvdp.testing import run_ranks
+from .backends import SMALL_BUCKETS, on_every_backend, run
 
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HVDP_FUSION_THRESHOLD": "64", "OMP_NUM_THREADS": "1"}
 RATE, MOMENTUM, STEPS = 0.5, 0.5, 3
 
 
@@ -172,9 +171,6 @@ def _cases(folder: str) -> None:
         np.testing.assert_allclose(mine, other, rtol=1e-5)
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@on_every_backend
 def test_loops(backend: str, size: int, tmp_path: Any) -> None:
-    pytest.importorskip(backend, reason=f"{backend} is not installed")
-    run_ranks(_cases, size, str(tmp_path), env={**QUIET, "KERAS_BACKEND": backend}, timeout=200)
+    run(backend, size, _cases, str(tmp_path), **SMALL_BUCKETS)

@@ -9,9 +9,7 @@ import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed")
 
-from hvdp.testing import run_ranks
-
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HVDP_FUSION_THRESHOLD": "64", "OMP_NUM_THREADS": "1"}
+from .backends import SMALL_BUCKETS, on_every_backend, run
 
 
 def _cases(folder: str) -> None:
@@ -279,9 +277,6 @@ def _cases(folder: str) -> None:
     np.testing.assert_allclose(hvd.allgather(keras.ops.ones((rank + 1, 2))), np.ones((int(ranks.sum()), 2)))
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@on_every_backend
 def test_optimizer(backend: str, size: int, tmp_path: Any) -> None:
-    pytest.importorskip(backend, reason=f"{backend} is not installed")
-    run_ranks(_cases, size, str(tmp_path), env={**QUIET, "KERAS_BACKEND": backend}, timeout=200)
+    run(backend, size, _cases, str(tmp_path), **SMALL_BUCKETS)

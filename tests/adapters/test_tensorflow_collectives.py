@@ -210,6 +210,10 @@ def _cases() -> None:
             call()
     with pytest.raises(ValueError, match="rank 0: variable 1: "):
         hvd.broadcast_variables([a, bad if rank == 0 else b], root_rank=0)
+    with pytest.raises(hvd.HvdpError, match="99") as held:  # and with it what the call has left behind
+        hvd.broadcast_([a, b], root_rank=99, name="again")
+    hvd.broadcast_([a, b], root_rank=0, name="again")
+    del held
     with pytest.raises(hvd.MismatchError, match="missing on rank"):
         hvd.broadcast_variables([a, b] if rank == 0 else [a], root_rank=0)
     same(hvd.allreduce(tf.constant(1.0)), 1)

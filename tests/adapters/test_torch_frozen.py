@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -12,19 +11,9 @@ from torch import nn
 import hvdp.torch as hvd
 from hvdp.testing import World, worlds
 
+from .small import sgd, start
+
 SMALL_BUCKETS = {"HVDP_FUSION_THRESHOLD": "512"}
-
-
-def _start() -> tuple[int, int, float]:
-    """Rank, size, and the average of rank + 1 over the ranks."""
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    hvd.init()
-    return hvd.rank(), hvd.size(), (hvd.size() + 1) / 2
-
-
-def _sgd(parameters: Any, **options: Any) -> Any:
-    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), **options)
 
 
 def _reduced_elements(optimizer: Any) -> int:
@@ -33,11 +22,11 @@ def _reduced_elements(optimizer: Any) -> int:
 
 def unfrozen_later() -> None:
     """By all ranks, from the head down; then by one rank alone."""
-    rank, size, mean = _start()
+    rank, size, mean = start()
     for options in ({}, {"backward_passes_per_step": 2}, {"num_groups": 2}, {"op": hvd.Sum}):
         layers = [nn.Parameter(torch.zeros(count), requires_grad=count == 3) for count in (9, 200, 70, 3)]
         table = nn.Parameter(torch.arange(3), requires_grad=False)
-        optimizer = _sgd([*layers, table], **options)
+        optimizer = sgd([*layers, table], **options)
         wanted = mean * (size if "op" in options else 1)
         passes = options.get("backward_passes_per_step", 1)
 
@@ -63,9 +52,9 @@ def unfrozen_later() -> None:
 
 def while_a_rank_has_joined() -> None:
     """It has no such bucket, and comes back."""
-    rank, size, mean = _start()
+    rank, size, mean = start()
     a, b = (nn.Parameter(torch.zeros(3), requires_grad=trains) for trains in (True, False))
-    optimizer = _sgd([a, b])
+    optimizer = sgd([a, b])
 
     def step() -> None:
         optimizer.zero_grad()
@@ -88,9 +77,9 @@ def while_a_rank_has_joined() -> None:
 
 
 def by_a_rank_that_does_not_count() -> None:
-    rank, _, _ = _start()
+    rank, _, _ = start()
     a, b = (nn.Parameter(torch.zeros(1), requires_grad=trains) for trains in (True, False))
-    optimizer = _sgd([a, b], weighted=True)
+    optimizer = sgd([a, b], weighted=True)
     for turn in range(3):
         b.requires_grad_(turn > 0 and rank == 0)
         optimizer.zero_grad()
@@ -102,12 +91,12 @@ def by_a_rank_that_does_not_count() -> None:
 
 
 def sparse_or_all_frozen() -> None:
-    rank, _, mean = _start()
+    rank, _, mean = start()
     words = nn.Embedding(4, 1, sparse=True)
     nn.init.zeros_(words.weight)
     words.weight.requires_grad_(False)
     a = nn.Parameter(torch.zeros(1))
-    optimizer = _sgd([a, words.weight])
+    optimizer = sgd([a, words.weight])
     for turn in range(3):
         words.weight.requires_grad_(turn > 0)
         optimizer.zero_grad()
@@ -115,7 +104,7 @@ def sparse_or_all_frozen() -> None:
         optimizer.step()
         assert words.weight.flatten().tolist() == [0, 0, -mean * turn, 0]
     frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
-    optimizer = _sgd([frozen])
+    optimizer = sgd([frozen])
     optimizer.step()
     frozen.requires_grad_()
     (frozen * (rank + 1)).sum().backward()

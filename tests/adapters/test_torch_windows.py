@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any
 
 import pytest
@@ -15,36 +14,21 @@ import hvdp.torch as hvd
 from hvdp.errors import InvalidArgumentError, MismatchError
 from hvdp.testing import World, worlds
 
-SMALL_BUCKETS = {"HVDP_FUSION_THRESHOLD": "64"}
+from . import weights
+from .small import SMALL_BUCKETS, sgd, start, two
+
 AGAIN = "gradients were computed again before step"
-
-
-def _start() -> tuple[int, int, float]:
-    """Rank, size, and the average of rank + 1 over the ranks."""
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    torch.manual_seed(3)
-    hvd.init()
-    return hvd.rank(), hvd.size(), (hvd.size() + 1) / 2
-
-
-def _two() -> tuple[nn.Parameter, nn.Parameter]:
-    return nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-
-
-def _sgd(parameters: Any, **options: Any) -> Any:
-    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), **options)
 
 
 def sums_are_not_summed_again() -> None:
     """Also where the second backward has other parameters, sparse gradients or compressed ones."""
-    _, size, _ = _start()
-    (a, b), (c, _) = _two(), _two()
+    _, size, _ = start()
+    (a, b), (c, _) = two(), two()
     words = nn.Embedding(3, 1, sparse=True)
     for optimizer, losses in (
-        (_sgd([a, b], op=hvd.Sum), (lambda: a.sum(), lambda: b.sum())),
-        (_sgd([c], op=hvd.Sum, compression=hvd.Compression.fp16), (lambda: c.sum(), lambda: c.sum())),
-        (_sgd([words.weight], op=hvd.Sum), (lambda: words(torch.tensor([1])).sum(),) * 2),
+        (sgd([a, b], op=hvd.Sum), (lambda: a.sum(), lambda: b.sum())),
+        (sgd([c], op=hvd.Sum, compression=hvd.Compression.fp16), (lambda: c.sum(), lambda: c.sum())),
+        (sgd([words.weight], op=hvd.Sum), (lambda: words(torch.tensor([1])).sum(),) * 2),
     ):
         for to_none in (True, False):
             optimizer.zero_grad(set_to_none=to_none)
@@ -63,11 +47,11 @@ def sums_are_not_summed_again() -> None:
 
 def sums_are_used_twice() -> None:
     """By two steps, or by one after another parameter has come; and not by a closure that adds to them."""
-    _, size, _ = _start()
+    _, size, _ = start()
     for options in ({}, {"compression": hvd.Compression.bf16}):
-        (a, b), words = _two(), nn.Embedding(3, 1, sparse=True)
+        (a, b), words = two(), nn.Embedding(3, 1, sparse=True)
         nn.init.zeros_(words.weight)
-        optimizer = _sgd([a, words.weight], op=hvd.Sum, **options)
+        optimizer = sgd([a, words.weight], op=hvd.Sum, **options)
         for turn in (1, 2):
             optimizer.zero_grad(set_to_none=turn == 1)
             (a.sum() + words(torch.tensor([1])).sum()).backward()
@@ -90,10 +74,10 @@ def sums_are_used_twice() -> None:
 
 def sums_are_zeroed_by_the_model() -> None:
     """After a step, or where it was skipped."""
-    _, size, _ = _start()
+    _, size, _ = start()
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
     model[1].requires_grad_(False)
-    optimizer = _sgd(model.parameters(), op=hvd.Sum)
+    optimizer = sgd(model.parameters(), op=hvd.Sum)
     for turn in range(6):
         if turn == 2:
             model[1].requires_grad_(True)
@@ -105,9 +89,9 @@ def sums_are_zeroed_by_the_model() -> None:
 
 
 def a_backward_that_failed_leaves_nothing() -> None:
-    rank, _, mean = _start()
-    a, b = _two()
-    optimizer = _sgd([a, b])
+    rank, _, mean = start()
+    a, b = two()
+    optimizer = sgd([a, b])
 
     def raising(gradient: Tensor) -> None:
         raise MemoryError
@@ -126,9 +110,9 @@ def a_backward_that_failed_leaves_nothing() -> None:
 
 
 def a_shared_layer_in_reentrant_checkpoints_is_refused() -> None:
-    _start()
+    start()
     layer = nn.Linear(4, 4)
-    optimizer = _sgd(layer.parameters())
+    optimizer = sgd(layer.parameters())
     for step in range(2):
         optimizer.zero_grad()
         x = torch.ones(1, 4, requires_grad=True)
@@ -145,14 +129,14 @@ def a_shared_layer_in_reentrant_checkpoints_is_refused() -> None:
 
 def closures_with_fewer_passes() -> None:
     """Than agreed, or with none on some ranks; and with sums."""
-    rank, size, mean = _start()
+    rank, size, mean = start()
     for options, wanted in (
         ({"backward_passes_per_step": 3}, mean),
         ({"op": hvd.Sum}, mean * size),
         ({}, 1 / size),
     ):
-        a, _ = _two()
-        optimizer = _sgd([a], **options)
+        a, _ = two()
+        optimizer = sgd([a], **options)
 
         def closure(a: Any = a, optimizer: Any = optimizer, some: bool = not options) -> Tensor:
             optimizer.zero_grad(set_to_none=False)
@@ -168,9 +152,9 @@ def closures_with_fewer_passes() -> None:
 
 def steps_within_backward() -> None:
     """An optimizer a parameter, each stepped by a hook as soon as the gradient is there."""
-    rank, _, mean = _start()
+    rank, _, mean = start()
     for wrap_first in (True, False):
-        pair = _two()
+        pair = two()
         plain = {p: torch.optim.SGD([p], lr=1.0) for p in pair}
 
         def step(parameter: Tensor, optimizers: Any = plain) -> None:
@@ -192,10 +176,10 @@ def steps_within_backward() -> None:
 
 def windows_whose_step_is_skipped() -> None:
     """Then one with gradients made by hand, or with a backward on some ranks only."""
-    rank, size, mean = _start()
+    rank, size, mean = start()
     for op, factor in ((hvd.Average, 1), (hvd.Sum, size)):
         model = nn.Linear(2, 1, bias=False)
-        optimizer = _sgd(model.parameters(), op=op)
+        optimizer = sgd(model.parameters(), op=op)
         for clear in (optimizer.zero_grad, model.zero_grad):
             for by_hand in (True, False):
                 clear()
@@ -213,107 +197,11 @@ def windows_whose_step_is_skipped() -> None:
                 torch.testing.assert_close(model.weight.grad, torch.full((1, 2), wanted))
 
 
-def gradients_of_ranks_without_weight() -> None:
-    """A parameter that only they use is not used."""
-    rank, size, _ = _start()
-    for everyone in (False, True):
-        a, b = _two()
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.AdamW([a, b], lr=0.1, weight_decay=0.5), weighted=True
-        )
-        nobody = rank == size - 1 or everyone
-        for _ in range(3):
-            optimizer.zero_grad()
-            optimizer.set_weight(0 if nobody else 2)
-            (a.sum() + b.sum() if rank == size - 1 else a.sum()).backward()
-            assert b.grad is None
-            assert (a.grad is None) == everyone
-            optimizer.step()
-        assert len(set(hvd.allgather_object(float(a.detach())))) == 1
-    words = nn.Embedding(3, 1, sparse=True)
-    optimizer = _sgd(words.parameters(), weighted=True)
-    for last in (0, size - 1):
-        optimizer.zero_grad()
-        optimizer.set_weight(0 if rank == last else 2)
-        (words(torch.tensor([rank])).sum() * (float("nan") if rank == last else 1.0)).backward()
-        gradient = words.weight.grad.to_dense().flatten()[:size]
-        assert gradient.isfinite().all()
-        assert (gradient > 0).tolist() == [member != last for member in range(size)]
-        optimizer.step()
-
-
-def many_samples_of_16_bit_embeddings() -> None:
-    """More than such floats can count."""
-    rank, _, mean = _start()
-    for dtype in (torch.float16, torch.bfloat16):
-        words = nn.Embedding(3, 1, sparse=True, dtype=dtype)
-        optimizer = _sgd(words.parameters(), weighted=True)
-        for weight in (70_000, 1):
-            optimizer.zero_grad()
-            optimizer.set_weight(weight)
-            (words(torch.tensor([1])) * (32 * (rank + 1))).sum().backward()
-            assert words.weight.grad.dtype is dtype
-            assert words.weight.grad.to_dense().tolist() == [[0], [32 * mean], [0]]
-            optimizer.step()
-
-
-def one_weight_for_all_passes_of_a_step() -> None:
-    rank, size, _ = _start()
-    a, _ = _two()
-    optimizer = _sgd([a], weighted=True, backward_passes_per_step=2)
-    counts = [(1, 3), (3, 4), (0, 2)][rank]
-    for _ in range(2):
-        optimizer.zero_grad()
-        optimizer.set_weight(sum(counts))
-        for turn, count in enumerate(counts):
-            # Each sample's slope is 10 to the power of the pass.
-            (a * (10.0**turn * count / sum(counts))).sum().backward()
-        everyone = [(1, 3), (3, 4), (0, 2)][:size]
-        total = sum(x + 10 * y for x, y in everyone) / sum(x + y for x, y in everyone)
-        torch.testing.assert_close(a.grad, torch.tensor([total]))
-        optimizer.step()
-    a.sum().backward()
-    with pytest.raises(InvalidArgumentError, match="the samples of the whole step"):
-        optimizer.set_weight(99)
-    optimizer.set_weight(sum(counts))
-    optimizer.step()
-
-
-def a_weight_that_comes_too_late() -> None:
-    rank, size, _ = _start()
-    a, _ = _two()
-    optimizer = _sgd([a], weighted=True)
-    for step in range(2):
-        optimizer.zero_grad()
-        optimizer.set_weight(rank + 1 + step)
-        (a * (rank + 1.0)).sum().backward()
-        optimizer.set_weight(rank + 1 + step)
-        optimizer.step()
-    at = a.item()
-    a.sum().backward()
-    optimizer.set_weight(rank + 9)
-    with pytest.raises(
-        InvalidArgumentError, match=rf"set_weight\({rank + 9}.*weight {rank + 2}.*before backward"
-    ):
-        optimizer.step()
-    assert a.item() == at
-    optimizer.zero_grad()
-    (a * (rank + 1.0)).sum().backward()
-    optimizer.step()
-    weights = torch.arange(size) + 9.0
-    torch.testing.assert_close(
-        a.grad.item(), ((torch.arange(size) + 1) * weights).sum().item() / weights.sum().item()
-    )
-    for wrong in (float("inf"), float("nan"), -1):
-        with pytest.raises(InvalidArgumentError, match="finite number that is not negative"):
-            optimizer.set_weight(wrong)
-
-
 def an_inf_in_a_short_window() -> None:
     """Seen by all ranks once gradients are reduced, which step() would do too late."""
-    rank, _, _ = _start()
-    a, _ = _two()
-    optimizer = _sgd([a], backward_passes_per_step=4)
+    rank, _, _ = start()
+    a, _ = two()
+    optimizer = sgd([a], backward_passes_per_step=4)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for turn in range(3):
         optimizer.zero_grad()
@@ -328,24 +216,24 @@ def an_inf_in_a_short_window() -> None:
 
 
 def parameters_that_never_have_a_gradient() -> None:
-    _, _, _ = _start()
-    a, _ = _two()
+    _, _, _ = start()
+    a, _ = two()
     table = nn.Parameter(torch.arange(3), requires_grad=False)
-    optimizer = _sgd([a, table])
+    optimizer = sgd([a, table])
     for _ in range(2):
         optimizer.zero_grad()
         a.sum().backward()
         optimizer.step()
     assert table.tolist() == [0, 1, 2]
     words = nn.Embedding(3, 1, sparse=True)
-    optimizer = _sgd(words.parameters(), num_groups=2)
+    optimizer = sgd(words.parameters(), num_groups=2)
     words(torch.tensor([1])).sum().backward()
     optimizer.step()
 
 
 def groups_added_later_are_scaled_alike() -> None:
-    _, size, _ = _start()
-    optimizer = _sgd([nn.Parameter(torch.zeros(1))], lr_scaling="linear")
+    _, size, _ = start()
+    optimizer = sgd([nn.Parameter(torch.zeros(1))], lr_scaling="linear")
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5})
     wanted = [1.0 * size, 0.5 * size]
     assert [group["lr"] for group in optimizer.param_groups] == wanted
@@ -354,9 +242,9 @@ def groups_added_later_are_scaled_alike() -> None:
 
 
 def options_that_differ() -> None:
-    rank, size, _ = _start()
+    rank, size, _ = start()
     odd = rank == size - 1
-    a, b = _two()
+    a, b = two()
     for option, usual, other in (
         ("op", hvd.Average, hvd.Adasum),
         ("weighted", False, True),
@@ -366,14 +254,14 @@ def options_that_differ() -> None:
         with pytest.raises(
             MismatchError, match=f"the ranks pass different options: .* and .* on rank {size - 1}"
         ):
-            _sgd([a, b], **{option: other if odd else usual})
+            sgd([a, b], **{option: other if odd else usual})
 
 
 def clipping_what_is_not_averaged_yet() -> None:
     """After a tail of a window: a word, once; none where synchronize() came first or nothing was changed."""
-    rank, _, _ = _start()
-    a, b = _two()
-    optimizer = _sgd([a, b], backward_passes_per_step=2)
+    rank, _, _ = start()
+    a, b = two()
+    optimizer = sgd([a, b], backward_passes_per_step=2)
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -402,14 +290,11 @@ CASES = [
     closures_with_fewer_passes,
     steps_within_backward,
     windows_whose_step_is_skipped,
-    gradients_of_ranks_without_weight,
-    many_samples_of_16_bit_embeddings,
-    one_weight_for_all_passes_of_a_step,
-    a_weight_that_comes_too_late,
     an_inf_in_a_short_window,
     parameters_that_never_have_a_gradient,
     groups_added_later_are_scaled_alike,
     options_that_differ,
+    *weights.CASES,
 ]
 
 

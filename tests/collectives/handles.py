@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -124,20 +123,17 @@ class Again:
                 return call(tensor, 0, name="again")
             return call([tensor] if "grouped" in self.call else tensor, name="again")
 
-        if rank == 0:
-            time.sleep(0.1)  # on this rank the first call is done as soon as it is made
         handle = start()
-        kit.hvd.barrier()
+        kit.hvd.barrier()  # by which it is complete
         with pytest.raises(InvalidArgumentError, match=rf"rank {rank} .*again.* in flight"):
             start()
         kit.hvd.synchronize(handle)
         second = start()
-        while not kit.hvd.poll(second):
-            time.sleep(0.001)
-        del second
-        third = start()
         kit.hvd.barrier()
-        del third
+        assert kit.hvd.poll(second)
+        dropped = start()
+        kit.hvd.barrier()
+        del dropped
         kit.hvd.synchronize(start())
         return []
 

@@ -78,4 +78,32 @@ def embeddings_that_no_rank_uses_at_first() -> None:
         same(lambda way: _used_late(way, make))  # noqa: B023 - called at once
 
 
-CASES = [embeddings_of_which_a_rank_has_none, embeddings_that_no_rank_uses_at_first]
+class _Sparse(torch.autograd.Function):
+    """The sum of a matrix, whose gradient is sparse in so many dimensions."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, dimensions: int) -> Tensor:
+        ctx.dimensions, ctx.shape = dimensions, matrix.shape
+        return matrix.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return (gradient * torch.ones(ctx.shape).double()).to_sparse(ctx.dimensions), None
+
+
+def sparse_dimensions_that_differ() -> None:
+    """Between ranks, and from step to step."""
+    matrix = nn.Parameter(torch.zeros(3, 2).double())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([matrix], lr=1.0))
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        (_Sparse.apply(matrix, 1 + (hvd.rank() + step) % 2) * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        torch.testing.assert_close(matrix, torch.full_like(matrix, -step * (hvd.size() + 1) / 2))
+
+
+CASES = [
+    embeddings_of_which_a_rank_has_none,
+    embeddings_that_no_rank_uses_at_first,
+    sparse_dimensions_that_differ,
+]
